@@ -1,0 +1,1 @@
+# service composition root, written by the server room
