@@ -18,7 +18,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of the file. `shape` in GGUF order: `shape[0]` is contiguous (the inputs of a projection)."""
+    """One tensor of the file. `shape` in GGUF order: `shape[0]` is contiguous (inputs of a projection)."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Directory:
     path: str
     version: int
     alignment: int
-    metadata: Mapping[str, object]  # scalars, str, numpy arrays or lists of str; arrays are parsed on first use
+    metadata: Mapping[str, object]  # scalars, str, numpy arrays, lists of str; arrays parsed on first use
     tensors: Mapping[str, TensorInfo]
     shards: tuple[Shard, ...]
 
