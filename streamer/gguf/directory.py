@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from streamer.gguf.metadata import Metadata
 from streamer.gguf.quants import QuantType
 
 
@@ -42,13 +43,13 @@ class Directory:
     path: str
     version: int
     alignment: int
-    metadata: Mapping[str, object]  # scalars, str, numpy arrays, lists of str; arrays parsed on first use
+    metadata: Metadata  # scalars, str, numpy arrays, lists of str; arrays are made on first use
     tensors: Mapping[str, TensorInfo]
     shards: tuple[Shard, ...]
 
     @property
     def architecture(self) -> str:
-        return str(self.metadata["general.architecture"])
+        return self.metadata.get_str("general.architecture")
 
     @property
     def nbytes(self) -> int:

@@ -79,7 +79,7 @@ _NOT_WEIGHTS = frozenset(
 
 
 def nbytes_of(type: QuantType, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of `shape` (GGUF order). ValueError if a row is not a whole number of quant blocks."""
+    """Bytes of a tensor of `shape` (GGUF order). ValueError if a row is no multiple of the quant block."""
     row = shape[0] if shape else 0
     if row < 1 or row % type.block_elements:
         raise ValueError(f"a row of {row} elements is no multiple of {type.name}'s {type.block_elements}")
