@@ -4,9 +4,9 @@ What protects against a file that shrinks or breaks while it is used (each is a 
 - `read_into` and `read_direct` copy in the kernel: end of file and I/O errors come back as results. They are
   the safe path.
 - `touch` populates page tables in the kernel: a page that has gone is an error code.
-- Loads from `address` or `view` (a memcpy, a DMA set-up in the driver) are not protected: a page cut off between
-  `touch` and the load raises SIGBUS, which ends the process, and nothing in Python can catch that. Whoever reads
-  the mapping so touches right before and calls `check_unchanged` before; what remains is a window of microseconds.
+- Loads from `address` or `view` (a memcpy, a DMA set-up in the driver) are not protected: a page cut off
+  between `touch` and the load raises SIGBUS, which ends the process, and nothing in Python can catch that.
+  Whoever reads the mapping so touches and calls `check_unchanged` right before; microseconds remain.
 A rename or unlink of the path changes nothing: the open descriptor keeps the old file's bytes.
 """
 
@@ -139,7 +139,7 @@ class Mapping:
         return shift
 
     def drop(self, offset: int, nbytes: int) -> None:
-        """Give a range's pages back: out of the page tables, and out of the page cache if nobody else maps them."""
+        """Give a range's pages back: out of the page tables, and of the page cache if nobody maps them."""
         self._check_range(offset, nbytes)
         begin = -(-offset // PAGE_NBYTES) * PAGE_NBYTES
         end = offset + nbytes
@@ -166,7 +166,7 @@ class Mapping:
         return min(nbytes, int(np.count_nonzero(states & 1)) * PAGE_NBYTES)
 
     def check_unchanged(self) -> None:
-        """FileChangedError unless the open file has the size, time and identity it had at its header's reading."""
+        """FileChangedError unless the open file has the size, time and identity its header was read with."""
         status = os.fstat(self._descriptor)
         shard = self.shard
         if status.st_ino != shard.inode:
