@@ -1,0 +1,56 @@
+"""Memory of a CUDA device: its own, page-locked host memory, registered windows. Each is freed once."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+
+class Owned:
+    """Something to be given back. `release` frees it; the device keeps the living ones to free last."""
+
+    __slots__ = ("_release", "is_open", "nbytes")
+
+    def __init__(self, nbytes: int, release: Callable[["Owned"], None]) -> None:
+        self.nbytes = nbytes
+        self._release: Callable[[Owned], None] = release
+        self.is_open = True
+
+    def close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._release(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.nbytes} bytes {'open' if self.is_open else 'closed'}>"
+
+
+class CudaBuffer(Owned):
+    """Device memory. `raw` is the bindings' address."""
+
+    __slots__ = ("handle", "raw")
+
+    def __init__(self, raw: Any, nbytes: int, release: Callable[[Owned], None]) -> None:
+        super().__init__(nbytes, release)
+        self.raw = raw
+        self.handle = int(raw)
+
+
+class CudaPinned(Owned):
+    """Page-locked host memory; every context may copy from it (portable)."""
+
+    __slots__ = ("address", "view")
+
+    def __init__(self, address: int, nbytes: int, release: Callable[[Owned], None]) -> None:
+        super().__init__(nbytes, release)
+        self.address = address
+        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
+
+
+class CudaRegistration(Owned):
+    """A page-locked range of somebody else's memory, which must outlive this."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int, nbytes: int, release: Callable[[Owned], None]) -> None:
+        super().__init__(nbytes, release)
+        self.address = address
