@@ -6,7 +6,7 @@ Thread rule: every method may be called from any thread; a backend makes its con
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class CopyKind(enum.StrEnum):
@@ -152,3 +152,11 @@ class Registration(Protocol):
 class PendingChecksum(Protocol):
     def result(self) -> int:
         """Block until computed; an unsigned 64-bit integer."""
+
+
+@runtime_checkable
+class Hurrying(Protocol):
+    """A device that delays work on purpose (a simulated link)."""
+
+    def hurry(self) -> None:
+        """Queued work finishes without its simulated delay: a cancelled load does not wait for it."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 LANES = 64
 GOLDEN = 0x9E3779B97F4A7C15
 LENGTH_FACTOR = 0xD1B54A32D192ED03
-MULTIPLIERS: npt.NDArray[np.uint64] = (
-    (2 * np.arange(LANES, dtype=np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+MULTIPLIERS: npt.NDArray[np.uint64] = (2 * np.arange(LANES, dtype=np.uint64) + np.uint64(1)) * np.uint64(
+    GOLDEN
 )  # (LANES,)
 
 
