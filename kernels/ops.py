@@ -38,11 +38,15 @@ class Span:
 class Batch:
     """One forward: rows of several sequences. All arrays are host arrays; the executor uploads them as tables."""
 
-    token_ids: Int32s  # (n_rows,); -1 means: the id sampled last for this row's slot (it never left the device)
+    token_ids: (
+        Int32s  # (n_rows,); -1 means: the id sampled last for this row's slot (it never left the device)
+    )
     positions: Int32s  # (n_rows,)
     spans: tuple[Span, ...]  # in row order, covering all rows
     logit_rows: Int32s  # (n_logit_rows,) rows whose logits (or hidden state) are wanted
-    want_hidden: bool = False  # embeddings: return the rows' hidden states after the output norm instead of logits
+    want_hidden: bool = (
+        False  # embeddings: return the rows' hidden states after the output norm instead of logits
+    )
 
     @property
     def n_rows(self) -> int:
@@ -61,7 +65,9 @@ class SamplingBatch:
     top_k: Int32s  # (n,)
     top_p: Float32s  # (n,)
     min_p: Float32s  # (n,)
-    uniform: Float32s  # (n,) in [0, 1): the random draw, a pure function of seed and position (engine/sampler.py)
+    uniform: (
+        Float32s  # (n,) in [0, 1): the random draw, a pure function of seed and position (engine/sampler.py)
+    )
     slots: Int32s  # (n,) where the sampled id is kept on the device for the next step; -1: nowhere
     target_ids: Int32s  # (n,) an id whose log-probability is wanted too (echo); -1: none
     # sparse adjustments of logits before sampling, sorted by row: logit = (l > 0 ? l / divide : l * divide) + add
@@ -111,6 +117,9 @@ class Linear:
 
     weight: Weight
     bias: Weight | None = None
+    # biases of consecutive row ranges that together cover all rows, instead of `bias`: a fused q, k, v weight may
+    # come with three separate biases; an Ops may join them once
+    part_biases: tuple[Weight, ...] = ()
 
     @property
     def n_in(self) -> int:
@@ -141,7 +150,10 @@ class RopePairing(enum.Enum):
 
 @dataclass(frozen=True)
 class Rope:
-    """theta_i = position * scale * base^(-2i/n_rot) / factors[i]; dimensions from n_rot on pass through."""
+    """theta_i = position * scale * base^(-2i/n_rot) / factors[i]; dimensions from n_rot on pass through.
+
+    `rope.inverse_frequencies` turns it, yarn included, into one number a pair; both Ops use that.
+    """
 
     pairing: RopePairing
     n_rot: int
@@ -308,7 +320,9 @@ class Ops(Protocol):
         Sliding window: key p is masked when q_position - p >= sliding_window.
         """
 
-    def project_add(self, a: Array, projection: Linear, residual: Array, *, post_norm: Norm | None = None) -> Array:
+    def project_add(
+        self, a: Array, projection: Linear, residual: Array, *, post_norm: Norm | None = None
+    ) -> Array:
         """residual + post_norm(projection(a))."""
 
     def gated_feed_forward(

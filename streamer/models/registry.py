@@ -1,0 +1,113 @@
+"""From `general.architecture` to a model: the table of architectures, and what is said about one file."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from streamer.errors import GGUFError
+from streamer.gguf.directory import Directory
+from streamer.gguf.kinds import require_model
+from streamer.kernels.ops import CacheLayout, Weight
+from streamer.models import gemma3, llama, qwen2, qwen3, qwen3moe, qwen35, qwen35moe
+from streamer.models.blocks import Decoder
+from streamer.models.hparams import HyperParameters, read_hyperparameters
+from streamer.models.weights import WeightSource
+from streamer.plan.plan import WeightSpec
+
+Build = Callable[[HyperParameters, WeightSource], Decoder]
+
+ARCHITECTURES: Mapping[str, Build] = {
+    "gemma3": gemma3.build,
+    "llama": llama.build,
+    "qwen2": qwen2.build,
+    "qwen3": qwen3.build,
+    "qwen35": qwen35.build,
+    "qwen35moe": qwen35moe.build,
+    "qwen3moe": qwen3moe.build,
+}
+
+# Tensors of a trunk layer that are safe to ignore: tables a converter left behind, computed from metadata here.
+_HARMLESS = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs|attn_rotary_emb\..*)(\.weight)?")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One file's model before any weight is read: what to load, what to keep, how to compute. Immutable."""
+
+    name: str
+    directory: Directory
+    hparams: HyperParameters
+    n_layers: int
+    n_embd: int
+    n_vocab: int  # logit rows
+    n_valid_ids: int  # ids below it have a token; the others are padding and must never be sampled
+    n_ctx_train: int
+    notes: tuple[str, ...]  # defaults taken and tensors left out, one line each, for the log
+    skipped: tuple[str, ...]  # tensors of the file that are left out on purpose
+    _specs: tuple[WeightSpec, ...]
+    _layout: CacheLayout
+    _build: Build
+
+    def specs(self) -> tuple[WeightSpec, ...]:
+        """The weights, in execution order."""
+        return self._specs
+
+    def cache_layout(self) -> CacheLayout:
+        return self._layout
+
+    def bind(self, weights: Mapping[str, Weight]) -> Decoder:
+        """The model over resident weights, by tensor name. KeyError if one is not there (our own fault)."""
+        return self._build(self.hparams, WeightSource(self.directory, weights))
+
+
+def describe(directory: Directory) -> Architecture:
+    """What this file needs and computes. GGUFError for an unknown architecture or anything that cannot be."""
+    require_model(directory)
+    name = directory.metadata.get("general.architecture")
+    build = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if build is None or not isinstance(name, str):
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise GGUFError(
+            directory.path, "general.architecture", f"{name!r} is not supported (supported: {known})"
+        )
+    hparams = read_hyperparameters(directory)
+    source = WeightSource(directory)
+    model = build(hparams, source)
+    skipped, notes = _left_out(directory, source.specs, hparams)
+    return Architecture(
+        name=name,
+        directory=directory,
+        hparams=hparams,
+        n_layers=hparams.n_layers,
+        n_embd=hparams.n_embd,
+        n_vocab=hparams.n_vocab,
+        n_valid_ids=hparams.n_valid_ids,
+        n_ctx_train=hparams.n_ctx_train,
+        notes=(*dict.fromkeys(hparams.keys.notes), *notes),
+        skipped=skipped,
+        _specs=tuple(source.specs),
+        _layout=CacheLayout(model.kv_layers, model.recurrent_layers),
+        _build=build,
+    )
+
+
+def _left_out(
+    directory: Directory, specs: list[WeightSpec], hp: HyperParameters
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Tensors nobody asked for: MTP blocks and strays. One inside a trunk layer would change the result: refused."""
+    wanted = {spec.name for spec in specs}
+    skipped = [name for name in directory.tensors if name not in wanted]
+    notes = []
+    n_mtp = 0
+    for name in skipped:
+        block = _BLOCK.match(name)
+        if block is None:
+            notes.append(f"tensor={name} left_out=true reason=unused")
+        elif int(block[1]) >= hp.n_layers:
+            n_mtp += 1
+        elif not _HARMLESS.fullmatch(name):
+            raise GGUFError(directory.path, name, f"not known in architecture {directory.architecture}")
+    if n_mtp:
+        notes.append(f"tensors={n_mtp} left_out=true reason=multi-token-prediction-blocks blocks={hp.n_mtp}")
+    return tuple(skipped), tuple(notes)
