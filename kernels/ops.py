@@ -1,7 +1,8 @@
-"""The contract between models, engine and devices: batches in, operators between, sampled ids out. Values and protocols only.
+"""The contract between models, engine and devices: batches in, operators between, sampled ids out.
 
 A model file calls the operators of `Ops` in order; the engine calls `Executor.step` once a step.
 Arrays between operators are opaque (`Array`): numpy on the host, workspace addresses on CUDA.
+Values and protocols only.
 """
 
 import enum
@@ -20,7 +21,7 @@ Float32s = npt.NDArray[np.float32]
 UInt32s = npt.NDArray[np.uint32]
 
 
-# ---- batches -------------------------------------------------------------------------------------------------
+# ---- batches -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """One forward: rows of several sequences. All arrays are host arrays; the executor uploads them as tables."""
+    """One forward: rows of several sequences. Host arrays; the executor uploads them as tables."""
 
-    token_ids: (
-        Int32s  # (n_rows,); -1 means: the id sampled last for this row's slot (it never left the device)
-    )
+    token_ids: Int32s  # (n_rows,); -1: the id sampled last for this row's slot (it never left the device)
     positions: Int32s  # (n_rows,)
     spans: tuple[Span, ...]  # in row order, covering all rows
     logit_rows: Int32s  # (n_logit_rows,) rows whose logits (or hidden state) are wanted
-    want_hidden: bool = (
-        False  # embeddings: return the rows' hidden states after the output norm instead of logits
-    )
+    want_hidden: bool = False  # embeddings: the rows' hidden states after the output norm instead of logits
 
     @property
     def n_rows(self) -> int:
@@ -59,18 +56,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """How each logit row is turned into an id. Neutral values: temperature 0 (greedy), top_k 0, top_p 1, min_p 0."""
+    """How each logit row becomes an id. Neutral: temperature 0 (greedy), top_k 0, top_p 1, min_p 0."""
 
     temperature: Float32s  # (n,)
     top_k: Int32s  # (n,)
     top_p: Float32s  # (n,)
     min_p: Float32s  # (n,)
-    uniform: (
-        Float32s  # (n,) in [0, 1): the random draw, a pure function of seed and position (engine/sampler.py)
-    )
+    uniform: Float32s  # (n,) in [0, 1): the draw, a pure function of seed and position (engine/sampler.py)
     slots: Int32s  # (n,) where the sampled id is kept on the device for the next step; -1: nowhere
     target_ids: Int32s  # (n,) an id whose log-probability is wanted too (echo); -1: none
-    # sparse adjustments of logits before sampling, sorted by row: logit = (l > 0 ? l / divide : l * divide) + add
+    # sparse adjustments of logits before sampling, by row: logit = (l > 0 ? l / divide : l * divide) + add
     adjust_rows: Int32s  # (m,)
     adjust_ids: Int32s  # (m,)
     adjust_divide: Float32s  # (m,) repetition penalty; 1: none
@@ -95,10 +90,10 @@ class StepResult:
 
 class PendingStep(Protocol):
     def result(self) -> StepResult:
-        """Block (without the interpreter lock where there is a device) until the step is done. Raises DeviceError."""
+        """Block (a device: without the interpreter lock) until the step is done. Raises DeviceError."""
 
 
-# ---- weights -------------------------------------------------------------------------------------------------
+# ---- weights -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -117,8 +112,8 @@ class Linear:
 
     weight: Weight
     bias: Weight | None = None
-    # biases of consecutive row ranges that together cover all rows, instead of `bias`: a fused q, k, v weight may
-    # come with three separate biases; an Ops may join them once
+    # biases of consecutive row ranges that together cover all rows, instead of `bias`: a fused q, k, v weight
+    # may come with three separate biases; an Ops may join them once
     part_biases: tuple[Weight, ...] = ()
 
     @property
@@ -175,7 +170,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Experts:
-    """Routed feed-forward. Expert stacks are Weights of shape [n_in, n_out, n_experts]; `gate_up` may be merged."""
+    """Routed feed-forward. Expert stacks have shape [n_in, n_out, n_experts]; `gate_up` may be merged."""
 
     router: Linear  # [n_embd, n_experts]
     gate: Weight | None
@@ -211,7 +206,7 @@ class GatedDelta:
     conv_width: int = 4
 
 
-# ---- cache layout (pure) -------------------------------------------------------------------------------------
+# ---- cache layout (pure) -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,7 @@ class CacheLayout:
 
 
 class CacheStorage(Protocol):
-    """Device memory behind a CacheLayout (cache/): what operators read and write. Slots are sequence slots."""
+    """Device memory behind a CacheLayout (cache/): what operators read and write."""
 
     layout: CacheLayout
     n_pages: int
@@ -271,11 +266,11 @@ class CacheStorage(Protocol):
         """(n_slots, n_v_heads, v_dim, k_dim) float32: row j is column j of S, so a v-column is contiguous."""
 
 
-# ---- operators -----------------------------------------------------------------------------------------------
+# ---- operators ---------------------------------------------------------------------------------------------
 
 
 class Ops(Protocol):
-    """The coarse operators a model is made of. Residual additions happen inside the operator that ends a sublayer."""
+    """The coarse operators a model is made of. The operator that ends a sublayer adds the residual."""
 
     def embed(self, table: Weight, *, scale: float = 1.0) -> Array:
         """Rows of the batch's ids: (n_rows, n_embd)."""
@@ -315,7 +310,7 @@ class Ops(Protocol):
         softcap: float | None = None,
         gate: Array | None = None,
     ) -> Array:
-        """Causal attention over each row's sequence: (n_rows, n_heads * value_length), times sigmoid(gate) if given.
+        """Causal attention over each row's sequence: (n_rows, n_heads * value_length), times sigmoid(gate).
 
         Sliding window: key p is masked when q_position - p >= sliding_window.
         """
@@ -345,7 +340,7 @@ class Ops(Protocol):
         """x + out(gated delta net of norm(x)); reads and writes the slots' conv and delta state."""
 
     def head(self, x: Array, norm: Norm, output: Linear, *, softcap: float | None = None) -> Array:
-        """Logits of the batch's logit rows (n_logit_rows, n_vocab), or their normed hidden states for want_hidden."""
+        """Logits of the logit rows (n_logit_rows, n_vocab), or for want_hidden their normed hidden states."""
 
 
 class Model(Protocol):
@@ -365,7 +360,7 @@ class Executor(Protocol):
 
     def step(self, batch: Batch, sampling: SamplingBatch) -> PendingStep: ...
     def copy_state(self, source_slot: int, target_slot: int) -> None:
-        """Copy all recurrent state between slots (snapshots), ordered with steps. No-op without recurrent layers."""
+        """Copy all recurrent state between slots, ordered with steps. No-op without recurrent layers."""
 
     def reset_state(self, slot: int) -> None:
         """Zero a slot's recurrent state, ordered with steps."""

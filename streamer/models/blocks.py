@@ -32,7 +32,7 @@ class Sublayer(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention with rotary positions; optional head norms, gate, window and norm of the output."""
+    """Grouped-query attention with rotary positions; optional head norms, gate, window, output norm."""
 
     kv: KVLayer
     norm: Norm
@@ -145,7 +145,7 @@ class Decoder:
         return tuple(s.recurrent for s in self.sublayers if isinstance(s, DeltaMixer))
 
 
-# ---- builders: ask the source in execution order -------------------------------------------------------------
+# ---- builders: ask the source in execution order -----------------------------------------------------------
 
 
 def _qkv_widths(n_heads: int, kv: KVLayer, gated_query: bool) -> tuple[int, int, int]:

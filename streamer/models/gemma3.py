@@ -1,4 +1,4 @@
-"""gemma3: norms before and after each sublayer, GELU, scaled embedding, sliding windows with their own rotation."""
+"""gemma3: norms around each sublayer, GELU, scaled embedding, sliding windows with their own rotation."""
 
 import math
 from dataclasses import replace

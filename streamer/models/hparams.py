@@ -1,4 +1,4 @@
-"""The hyperparameters every architecture shares, read from the metadata once and refused where they cannot be. Pure."""
+"""The hyperparameters all architectures share, read once and refused where they cannot be. Pure."""
 
 import math
 from dataclasses import dataclass, field
@@ -139,7 +139,7 @@ def _rope_base(keys: Keys) -> float:
 
 
 def read_rope_scaling(keys: Keys) -> RopeScaling:
-    """`rope.scaling.*`: none, linear or yarn. GGUFError for any other type: guessing would be silently wrong."""
+    """`rope.scaling.*`: none, linear or yarn. GGUFError for any other: a guess would be silently wrong."""
     kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
     if kind == "none":

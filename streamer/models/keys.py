@@ -1,4 +1,4 @@
-"""Typed reading of a file's metadata: defaults where the format has them, refusals that name the key. Pure."""
+"""Typed reading of a file's metadata: defaults where there are any, refusals that name the key. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class Keys:
     @overload
     def real(self, key: str, default: None, *, positive: bool = ...) -> float | None: ...
     def real(self, key: str, default: float | None = -1.0, *, positive: bool = True) -> float | None:
-        """A finite number, above zero unless `positive` is False. `default` -1: required; None: may be missing."""
+        """A finite number, above zero if `positive`. `default` -1: required; None: may be missing."""
         if not self.has(key):
             if default == -1.0:
                 raise self.refuse(key, "missing")

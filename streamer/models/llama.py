@@ -1,4 +1,4 @@
-"""llama: rotation of neighbouring pairs (converters permute q and k rows for it), optional biases and rope factors.
+"""llama: rotation of neighbouring pairs (converters permute q and k rows for it), rope factors.
 
 With `expert_count` the feed-forward is routed (Mixtral's files call themselves llama).
 """

@@ -26,7 +26,7 @@ ARCHITECTURES: Mapping[str, Build] = {
     "qwen3moe": qwen3moe.build,
 }
 
-# Tensors of a trunk layer that are safe to ignore: tables a converter left behind, computed from metadata here.
+# Tensors of a trunk layer that are safe to ignore: tables of converters, computed from metadata here.
 _HARMLESS = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs|attn_rotary_emb\..*)(\.weight)?")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
@@ -95,7 +95,7 @@ def describe(directory: Directory) -> Architecture:
 def _left_out(
     directory: Directory, specs: list[WeightSpec], hp: HyperParameters
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Tensors nobody asked for: MTP blocks and strays. One inside a trunk layer would change the result: refused."""
+    """Tensors nobody asked for: MTP blocks and strays. One in a trunk layer would matter: refused."""
     wanted = {spec.name for spec in specs}
     skipped = [name for name in directory.tensors if name not in wanted]
     notes = []

@@ -1,8 +1,8 @@
-"""One walk over a model's weights serves twice: it lists the specs for the plan and, later, takes the resident weights.
+"""One walk over a model's weights serves twice: specs for the plan, and later the resident weights.
 
-An architecture's `build` function asks a `WeightSource` for each weight in execution order, with the shape it must
-have. Over a directory alone the source records a `WeightSpec` each; over resident weights it hands them out.
-So specs and forward cannot drift apart.
+An architecture's `build` function asks a `WeightSource` for each weight in execution order, with the shape it
+must have. Over a directory alone the source records a `WeightSpec` each; over resident weights it hands them
+out. So specs and forward cannot drift apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from streamer.plan.plan import Role, WeightSpec
 
 
 class WeightSource:
-    """`resident` None: a walk for specs; the weights handed out then have no handle and must not be computed with.
+    """`resident` None: a walk for specs; the weights handed out have no handle: never compute with them.
 
     GGUFError names a tensor that is missing or has another shape than the metadata says.
     """
@@ -49,7 +49,7 @@ class WeightSource:
     ) -> tuple[Linear, ...]:
         """Projections of one input, `NAME.weight` and `NAME.bias` where the file has it.
 
-        The weights come before the biases, so that they lie side by side and a backend can make one product of them.
+        The weights come before the biases, so that they lie side by side and a backend can make one product.
         """
         weights = [
             self.take(f"{name}.weight", (n_in, n_out), role, layer)
