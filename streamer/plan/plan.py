@@ -21,7 +21,9 @@ class Layout(enum.StrEnum):
     """How a weight lies in device memory once resident."""
 
     FILE = "file"  # the file's own bytes
-    PLANES = "planes"  # quants and scales in separate aligned planes; a device kernel rearranges after the proof
+    PLANES = (
+        "planes"  # quants and scales in separate aligned planes; a device kernel rearranges after the proof
+    )
     BF16 = "bf16"  # dequantized on the device: types without a native kernel
 
 
@@ -62,7 +64,7 @@ class PlannedWeight:
 
 @dataclass(frozen=True)
 class Segment:
-    """One device allocation: the weights of a layer (or of embedding, of output). Allocated one ahead of the upload."""
+    """One device allocation: weights of a layer, embedding or output. Allocated one ahead of the upload."""
 
     index: int
     name: str  # "embedding", "layer 3", "output"
@@ -92,7 +94,9 @@ class Plan:
     segments: tuple[Segment, ...]
     n_layers: int
     chunk_nbytes: int
-    skipped: tuple[str, ...]  # tensors of the file left out on purpose (MTP blocks), with nothing planned for them
+    skipped: tuple[
+        str, ...
+    ]  # tensors of the file left out on purpose (MTP blocks), with nothing planned for them
     memory: MemorySum
     free_bytes: int | None  # what the budget was; None when planned without a device
     n_ctx: int  # tokens a sequence
