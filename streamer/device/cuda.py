@@ -170,7 +170,7 @@ class CudaDevice:
         return self._account.statistics()
 
     def close(self) -> None:
-        """As in the contract. After the context was lost, the driver's answers to freeing calls say nothing."""
+        """As in the contract. After a lost context the driver's answers to freeing say nothing."""
         with self._lock:
             if not self._is_open:
                 return
@@ -265,5 +265,5 @@ class CudaDevice:
 def open_cuda(
     ordinal: int, *, checksum_code: ChecksumCode, pool: bool = False, spin: bool = False
 ) -> CudaDevice:
-    """Initialise the driver, take device `ordinal` (0.2–0.4 s: call it in a thread) or DeviceNotFoundError."""
+    """Initialise the driver, take device `ordinal` (0.2–0.4 s: in a thread), or DeviceNotFoundError."""
     return CudaDevice(load_driver(), ordinal, checksum_code=checksum_code, pool=pool, spin=spin)
