@@ -1,4 +1,4 @@
-"""What each architecture computes: hyperparameters, weight specs, forward over `Ops`. One file an architecture.
+"""What each architecture computes: hyperparameters, weight specs, forward over `Ops`; one file each.
 
 Knows: metadata, operators. Must not know: which device runs, how bytes got there, requests.
 """
