@@ -60,12 +60,12 @@ class CompiledModule:
     @property
     def warnings(self) -> tuple[str, ...]:
         """The compiler's and the assembler's warnings, a line each."""
-        return tuple(line for line in self.log.splitlines() if re.search(r"\bwarning\b", line, re.IGNORECASE))
+        return tuple(line for line in self.log.splitlines() if re.search(r"\bwarning\s*[#:]", line))
 
     @property
     def spilling(self) -> dict[str, KernelResources]:
-        """The kernels that spill registers or use a stack frame."""
-        return {name: r for name, r in self.resources.items() if r.spills or r.stack_bytes}
+        """The kernels whose registers do not suffice: they go to memory and back."""
+        return {name: r for name, r in self.resources.items() if r.spills}
 
     def symbol(self, expression: str) -> str:
         """The cubin's name of a kernel: of a name expression given at compilation, or an extern "C" name."""
@@ -143,6 +143,11 @@ def nvrtc_version() -> tuple[int, int]:
     code, major, minor = nvrtc.nvrtcVersion()
     _checked(nvrtc, "nvrtcVersion", code)
     return int(major), int(minor)
+
+
+def declared_instances(source: str) -> tuple[str, ...]:
+    """Name expressions of the template kernels in use, from the lines `// instance: k<3, float>`."""
+    return tuple(re.findall(r"^\s*// instance: (\S.*?)\s*$", source, re.MULTILINE))
 
 
 def parse_resources(log: str) -> dict[str, KernelResources]:
