@@ -7,6 +7,15 @@
 
 #include "common.cuh"
 
+// Instances that are compiled ahead in tests; a model's own are compiled when it is loaded:
+// instance: attention_decode<__nv_bfloat16, 8, 3>
+// instance: attention_decode<__nv_bfloat16, 16, 4>
+// instance: attention_decode<__nv_bfloat16, 32, 6>
+// instance: attention_prefill<__nv_bfloat16, 64, 64>
+// instance: attention_prefill<__nv_bfloat16, 128, 64>
+// instance: attention_prefill<__nv_bfloat16, 256, 32>
+// instance: attention_prefill<__half, 128, 64>
+
 // ---- decode -----------------------------------------------------------------------------------------------------
 // Grid (n_kv_heads * parts, n_splits, n_rows), 128 threads. LANES lanes share a token, 8 elements a lane (one 16-byte
 // load); a block serves G query heads of its kv head (all of them with parts == 1), so a key is read once for G heads.
@@ -33,7 +42,7 @@ __device__ __forceinline__ void merge(Running (&state)[G], float (&acc)[G][8], c
 }
 
 template <typename T, int LANES, int G>
-__global__ void __launch_bounds__(32 * DECODE_WARPS) attention_decode(
+__global__ void __launch_bounds__(32 * DECODE_WARPS, 2) attention_decode(
     const float *__restrict__ q, float *__restrict__ out, const float *__restrict__ gate, const T *__restrict__ keys,
     const T *__restrict__ values, const int *__restrict__ page_table, const int *__restrict__ rows,
     const int *__restrict__ row_span, const int *__restrict__ positions, float *__restrict__ partial,
@@ -43,7 +52,7 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS) attention_decode(
     pdl_launch();
     constexpr int GROUPS = 32 / LANES;           // tokens a warp looks at together
     constexpr int STEP = GROUPS * DECODE_WARPS;  // tokens a block looks at together
-    constexpr int UNROLL = G <= 4 ? 4 : 2;       // of those in flight, as registers allow
+    constexpr int UNROLL = G <= 4 ? 4 : G <= 6 ? 2 : 1;       // of those in flight, as registers allow
     const int kv_head = blockIdx.x / parts, split = blockIdx.y, n_splits = gridDim.y;
     const int n_heads = gridDim.x * G, n_kv_heads = gridDim.x / parts, first_head = blockIdx.x * G;
     const int row = rows[blockIdx.z];

@@ -7,6 +7,9 @@
 
 #include "common.cuh"
 
+// instance: gated_delta<1>
+// instance: gated_delta<4>
+
 constexpr int CONV_WIDTH = 4;
 
 // Grid (ceil(channels / 256), n_tiles): depthwise convolution over time, then SiLU.

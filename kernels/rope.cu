@@ -7,6 +7,9 @@
 
 #include "common.cuh"
 
+// instance: rope_cache_write<__nv_bfloat16>
+// instance: rope_cache_write<__half>
+
 constexpr int WARPS = 4;
 constexpr int MAX_HEAD_DIM = 256;
 
