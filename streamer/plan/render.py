@@ -169,7 +169,7 @@ def _expert_lines(directory: Directory, plan: Plan) -> list[str]:
 def _cache_lines(plan: Plan) -> list[str]:
     kv = readable_nbytes(plan.kv_nbytes_per_token * plan.n_ctx)
     lines = [
-        f"context: {plan.n_ctx} tokens a sequence, up to {plan.max_sequences} sequences, {plan.n_pages} pages",
+        f"context: {plan.n_ctx} tokens a sequence, {plan.max_sequences} sequences, {plan.n_pages} pages",
         f"KV cache: {readable_nbytes(plan.kv_nbytes_per_token)} a token, {kv} a full sequence",
     ]
     if plan.state_nbytes_per_sequence:
