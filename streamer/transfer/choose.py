@@ -1,0 +1,101 @@
+"""Which strategy a device gets: a table over its capabilities, and the refusals."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from streamer.device.base import Capabilities, Device
+from streamer.errors import ConfigError
+from streamer.transfer.base import MIB, Transfer
+from streamer.transfer.pinned_ring import PinnedRing
+from streamer.transfer.registered_window import RegisteredWindow
+from streamer.transfer.touch_copy import TouchCopy
+
+STRATEGIES = ("ring", "window", "touch")
+FEW_CORES = 2  # two fill threads reach 15 GB/s, windows 19-23 GB/s with one
+
+
+@dataclass(frozen=True)
+class Row:
+    """The first row whose predicate holds decides."""
+
+    name: str
+    applies: Callable[[Capabilities, int], bool]  # (capabilities, usable CPU cores)
+    strategy: str
+    why: str
+
+
+ROWS = (
+    Row("host", lambda c, _: c.kind == "host", "ring", "the same pipeline as on a GPU"),
+    Row("integrated", lambda c, _: c.integrated, "touch", "one memory: faults inside the driver are ruinous"),
+    Row(
+        "coherent", lambda c, _: c.pageable_uses_host_page_tables, "touch", "shared page tables: touch first"
+    ),
+    Row("hmm", lambda c, _: c.pageable_memory_access, "ring", "reading host pages in place is fatal: copy"),
+    Row(
+        "few cores",
+        lambda c, cores: c.host_register and c.read_only_host_register and cores <= FEW_CORES,
+        "window",
+        "DMA from the mapping needs no copy by the CPU",
+    ),
+    Row("discrete", lambda c, _: True, "ring", "pinned slots reach the link's rate"),
+)
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """What the configuration says. None: chosen from the machine."""
+
+    asked: str = "auto"  # "auto" | "ring" | "window" | "touch"
+    ring_nbytes: int | None = None  # all slots together
+    workers: int | None = None
+    chunk_nbytes: int = 4 * MIB  # below it driver calls cost, above it slots leave the L3 cache (measured)
+    streams: int | None = None
+    keep_registered: bool = False
+
+
+def row_for(capabilities: Capabilities, cores: int) -> Row:
+    return next(row for row in ROWS if row.applies(capabilities, cores))
+
+
+def choose(capabilities: Capabilities, asked: str, *, cores: int) -> str:
+    """The strategy's name. ConfigError for an unknown one, or where the device cannot register windows."""
+    if asked == "auto":
+        return row_for(capabilities, cores).strategy
+    if asked not in STRATEGIES:
+        raise ConfigError(f"transfer: {asked!r} is none of auto, {', '.join(STRATEGIES)}")
+    if asked == "window" and not (capabilities.host_register and capabilities.read_only_host_register):
+        raise ConfigError(f"transfer: {capabilities.name} cannot register read-only memory; use ring")
+    return asked
+
+
+def worker_count(capabilities: Capabilities, cores: int) -> int:
+    """Fill threads: 12-14 saturate a gen5 link (measured); two cores stay for the loop and the driver."""
+    if capabilities.kind == "host":
+        return max(1, min(4, cores))
+    return max(2, min(14, cores - 2))
+
+
+def open_transfer(device: Device, options: TransferOptions, *, cores: int) -> Transfer:
+    """Build the chosen strategy; pins nothing yet. ConfigError as in `choose`, or for an empty ring."""
+    capabilities = device.capabilities
+    name = choose(capabilities, options.asked, cores=cores)
+    if name == "window":
+        return RegisteredWindow(device, chunk_nbytes=options.chunk_nbytes, keep=options.keep_registered)
+    workers = options.workers or worker_count(capabilities, cores)
+    slots = 2 * workers
+    if options.ring_nbytes is not None:
+        slots = options.ring_nbytes // options.chunk_nbytes
+        if not slots:
+            raise ConfigError(
+                f"transfer: a ring of {options.ring_nbytes} bytes holds no slot of {options.chunk_nbytes}"
+            )
+        workers = min(workers, slots)
+    streams = options.streams or (1 if capabilities.kind == "host" else 2)
+    strategy = PinnedRing if name == "ring" else TouchCopy
+    return strategy(
+        device,
+        workers=workers,
+        chunk_nbytes=options.chunk_nbytes,
+        slots_per_worker=slots // workers,
+        streams=streams,
+    )
