@@ -1,4 +1,4 @@
-"""NVRTC without a GPU: every kernel for every architecture, with no warning or spill; the cache's promises."""
+"""NVRTC without a GPU: every kernel for every architecture without warnings or spills; the cache."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
