@@ -1,0 +1,377 @@
+"""The operators in numpy over prepared weights, and the executor that steps a model with them.
+
+One thread computes; BLAS threads work inside its products. A step runs synchronously inside `step`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from streamer.kernels.attention import attention_reference
+from streamer.kernels.blas import BlasThreads
+from streamer.kernels.embed import embed_reference
+from streamer.kernels.experts import experts_reference, route_reference
+from streamer.kernels.feed_forward import gated_reference, sigmoid_reference, silu_reference
+from streamer.kernels.gated_delta import (
+    causal_conv_reference,
+    decay_reference,
+    delta_rule_chunked_reference,
+    delta_rule_recurrent_reference,
+    l2_norm_reference,
+)
+from streamer.kernels.host_batch import HostBatch, SpanView, for_each_span, read_batch, sequence_view
+from streamer.kernels.host_weights import HostWeights, Matrix, RawTable, joined_bias
+from streamer.kernels.matmul import matmul_reference
+from streamer.kernels.norm import rms_norm_reference
+from streamer.kernels.ops import (
+    Activation,
+    Batch,
+    CacheStorage,
+    ExecutorStatistics,
+    Experts,
+    Float32s,
+    GatedDelta,
+    Linear,
+    Model,
+    Norm,
+    Rope,
+    SamplingBatch,
+    StepResult,
+    Weight,
+)
+from streamer.kernels.rope import Complex64s, inverse_frequencies, rope_reference, rotations
+from streamer.kernels.sample import sample_reference
+
+FEW_ROWS = 8  # up to here the delta rule goes token by token; chunks cost more to set up
+
+
+class HostOps:
+    """`Ops` over numpy arrays (n_rows, ..) float32. `begin` sets the batch that every operator then works on."""
+
+    def __init__(self, weights: HostWeights, cache: CacheStorage) -> None:
+        self._weights, self._cache = weights, cache
+        self._page_size = cache.layout.page_size
+        layers = [kv.layer for kv in cache.layout.kv]
+        self._keys = {layer: cache.keys(layer).transpose(1, 0, 2, 3) for layer in layers}
+        self._values = {layer: cache.values(layer).transpose(1, 0, 2, 3) for layer in layers}
+        self._matrices: dict[tuple[str, int], Matrix | None] = {}  # by first weight and number of projections
+        self._inverse: dict[int, tuple[Rope, np.ndarray]] = {}  # by identity: layers share their Rope
+        self._turns: dict[int, Complex64s] = {}
+        self._batch: HostBatch
+
+    def begin(self, batch: HostBatch) -> None:
+        self._batch = batch
+        self._turns.clear()
+
+    # ---- embedding and head ----------------------------------------------------------------------------------
+
+    def embed(self, table: Weight, *, scale: float = 1.0) -> Float32s:
+        ids = self._batch.ids
+        if isinstance(table.handle, RawTable):
+            x = embed_reference(table.handle.data, table.type, table.shape, ids)
+        else:
+            x = table.handle[ids]
+        if scale != 1.0:
+            x *= np.float32(scale)
+        return x
+
+    def head(self, x: Float32s, norm: Norm, output: Linear, *, softcap: float | None = None) -> Float32s:
+        batch = self._batch.batch
+        h = self._norm(x[batch.logit_rows], norm)
+        if batch.want_hidden or not len(h):
+            return h
+        logits = self._project(h, (output,))
+        if softcap is not None:
+            logits /= np.float32(softcap)
+            np.tanh(logits, out=logits)
+            logits *= np.float32(softcap)
+        return logits
+
+    # ---- projections -----------------------------------------------------------------------------------------
+
+    def norm_project(self, x: Float32s, norm: Norm, projections: Sequence[Linear]) -> tuple[Float32s, ...]:
+        y = self._project(self._norm(x, norm), projections)
+        return self.split(y, [linear.n_out for linear in projections])
+
+    def split(self, x: Float32s, widths: Sequence[int]) -> tuple[Float32s, ...]:
+        if len(widths) == 1:
+            return (x,)
+        parts, start = [], 0
+        for width in widths:
+            parts.append(x[:, start : start + width])
+            start += width
+        return tuple(parts)
+
+    def project_add(
+        self, a: Float32s, projection: Linear, residual: Float32s, *, post_norm: Norm | None = None
+    ) -> Float32s:
+        y = self._project(a, (projection,))
+        if post_norm is not None:
+            y = self._norm(y, post_norm)
+        y += residual
+        return y
+
+    def _norm(self, x: Float32s, norm: Norm) -> Float32s:
+        return rms_norm_reference(x, norm.weight.handle, norm.epsilon)
+
+    def _project(self, h: Float32s, projections: Sequence[Linear]) -> Float32s:
+        """(n_rows, sum of n_out): one product where the weights lie side by side."""
+        key = (projections[0].weight.name, len(projections))
+        if key not in self._matrices:
+            self._matrices[key] = self._weights.matrix(projections)
+        matrix = self._matrices[key]
+        if matrix is None:
+            parts = [matmul_reference(h, linear.weight.handle) for linear in projections]
+            y, bias = np.concatenate(parts, axis=1), joined_bias(projections)
+        else:
+            y, bias = matmul_reference(h, matrix.values), matrix.bias
+        if bias is not None:
+            y += bias
+        return y
+
+    # ---- attention -------------------------------------------------------------------------------------------
+
+    def rope_cache_write(
+        self,
+        q: Float32s,
+        k: Float32s,
+        v: Float32s,
+        *,
+        layer: int,
+        n_heads: int,
+        rope: Rope,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        gated_query: bool = False,
+    ) -> tuple[Float32s, Float32s | None]:
+        keys, values = self._keys[layer], self._values[layer]  # (n_kv_heads, n_pages, page_size, length)
+        n_rows, n_kv_heads = len(q), len(keys)
+        q, gate = q.reshape(n_rows, n_heads, -1), None
+        if gated_query:
+            gate = q[..., keys.shape[-1] :]
+            q = q[..., : keys.shape[-1]]
+        k = k.reshape(n_rows, n_kv_heads, -1)
+        if q_norm is not None:
+            q = self._norm(q, q_norm)
+        if k_norm is not None:
+            k = self._norm(k, k_norm)
+        turn = self._turn(rope)
+        q, k = rope_reference(q, turn, rope.pairing), rope_reference(k, turn, rope.pairing)
+        self._write(keys, k)
+        self._write(values, v.reshape(n_rows, n_kv_heads, -1))
+        return q, gate
+
+    def _turn(self, rope: Rope) -> Complex64s:
+        """(n_rows, n_rot / 2): worked out once a step for all layers that share the rotation."""
+        key = id(rope)
+        if key not in self._turns:
+            if key not in self._inverse:
+                factors = rope.factors.handle if rope.factors is not None else None
+                self._inverse[key] = (rope, inverse_frequencies(rope, factors))
+            positions = self._batch.batch.positions
+            self._turns[key] = rotations(positions, self._inverse[key][1], rope.attention_factor)
+        return self._turns[key]
+
+    def _write(self, pages: Float32s, rows: Float32s) -> None:
+        """rows (n_rows, n_kv_heads, length) into their places."""
+        flat = pages.reshape(pages.shape[0], -1, pages.shape[-1])  # a view: pages of a head are contiguous
+        places = self._batch.places
+        flat[:, places] = rows[0] if isinstance(places, int) else rows.transpose(1, 0, 2)
+
+    def attention(
+        self,
+        q: Float32s,
+        *,
+        layer: int,
+        n_heads: int,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        gate: Float32s | None = None,
+    ) -> Float32s:
+        def attend(view: SpanView) -> Float32s:
+            keys, first = sequence_view(self._keys[layer], view, self._page_size, sliding_window)
+            values, _ = sequence_view(self._values[layer], view, self._page_size, sliding_window)
+            return attention_reference(
+                q[view.rows],
+                keys,
+                values,
+                scale=scale,
+                first_key=first,
+                sliding_window=sliding_window,
+                softcap=softcap,
+            )
+
+        out = for_each_span(self._batch, attend)
+        if gate is not None:
+            out *= sigmoid_reference(gate).reshape(out.shape)
+        return out
+
+    # ---- feed-forwards ---------------------------------------------------------------------------------------
+
+    def gated_feed_forward(
+        self,
+        x: Float32s,
+        norm: Norm,
+        gate: Linear,
+        up: Linear,
+        down: Linear,
+        *,
+        activation: Activation,
+        post_norm: Norm | None = None,
+    ) -> Float32s:
+        a = self._gated(self._norm(x, norm), gate, up, activation)
+        return self.project_add(a, down, x, post_norm=post_norm)
+
+    def _gated(self, h: Float32s, gate: Linear, up: Linear, activation: Activation) -> Float32s:
+        g, u = self.split(self._project(h, (gate, up)), (gate.n_out, up.n_out))
+        return gated_reference(g, u, activation)
+
+    def routed_experts(self, x: Float32s, norm: Norm, experts: Experts) -> Float32s:
+        h = self._norm(x, norm)
+        chosen, weights = route_reference(
+            self._project(h, (experts.router,)), experts.n_used, experts.weight_scale
+        )
+        out = experts_reference(h, chosen, weights, lambda e, rows: _expert(experts, e, rows))
+        shared = self._shared_expert(h, experts)
+        if shared is not None:
+            out += shared
+        out += x
+        return out
+
+    def _shared_expert(self, h: Float32s, experts: Experts) -> Float32s | None:
+        gate, up, down = experts.shared_gate, experts.shared_up, experts.shared_down
+        if gate is None or up is None or down is None:
+            return None
+        y = self._project(self._gated(h, gate, up, Activation.SILU), (down,))
+        if experts.shared_router is not None:
+            y *= sigmoid_reference(h @ experts.shared_router.handle.reshape(-1, 1))
+        return y
+
+    # ---- gated delta net -------------------------------------------------------------------------------------
+
+    def gated_delta(self, x: Float32s, mixer: GatedDelta, *, layer: int) -> Float32s:
+        u, z, alpha, beta = self.norm_project(
+            x, mixer.norm, (mixer.qkv, mixer.gate, mixer.alpha, mixer.beta)
+        )
+        log_decay = decay_reference(alpha, mixer.dt_bias.handle, mixer.a.handle)
+        beta = sigmoid_reference(beta)
+        conv_weight = np.ascontiguousarray(mixer.conv.handle.T)  # (conv_width, channels)
+        conv, delta = self._cache.conv_state(layer), self._cache.delta_state(layer)
+
+        def mix(view: SpanView) -> Float32s:
+            slot, rows = view.span.slot, view.rows
+            mixed, conv[slot] = causal_conv_reference(u[rows], conv[slot], conv_weight)
+            q, k, v = _delta_heads(mixed, mixer)
+            rule = (
+                delta_rule_recurrent_reference
+                if view.span.n_rows <= FEW_ROWS
+                else delta_rule_chunked_reference
+            )
+            out, delta[slot] = rule(q, k, v, log_decay[rows], beta[rows], delta[slot])
+            return out
+
+        o = self._norm(for_each_span(self._batch, mix), mixer.out_norm)  # (n_rows, n_v_heads, v_dim)
+        y = o.reshape(len(x), -1)
+        y *= silu_reference(z)
+        return self.project_add(y, mixer.out, x)
+
+
+def _delta_heads(mixed: Float32s, mixer: GatedDelta) -> tuple[Float32s, Float32s, Float32s]:
+    """q, k (n_rows, n_v_heads, k_dim), normed, q scaled; v (n_rows, n_v_heads, v_dim)."""
+    n, width = len(mixed), mixer.n_k_heads * mixer.k_dim
+    repeat = mixer.n_v_heads // mixer.n_k_heads  # tiled: value head h uses key head h % n_k_heads
+    epsilon = mixer.norm.epsilon
+    q = l2_norm_reference(mixed[:, :width].reshape(n, mixer.n_k_heads, mixer.k_dim), epsilon)
+    k = l2_norm_reference(mixed[:, width : 2 * width].reshape(n, mixer.n_k_heads, mixer.k_dim), epsilon)
+    q *= np.float32(mixer.k_dim**-0.5)
+    v = mixed[:, 2 * width :].reshape(n, mixer.n_v_heads, mixer.v_dim)
+    return np.tile(q, (1, repeat, 1)), np.tile(k, (1, repeat, 1)), v
+
+
+def _expert(experts: Experts, e: int, rows: Float32s) -> Float32s:
+    """One expert's SwiGLU: (n_rows, n_embd)."""
+    if experts.gate_up is not None:
+        both = matmul_reference(rows, experts.gate_up.handle[e])
+        half = both.shape[1] // 2
+        gate, up = both[:, :half], both[:, half:]
+    else:
+        assert experts.gate is not None and experts.up is not None
+        gate = matmul_reference(rows, experts.gate.handle[e])
+        up = matmul_reference(rows, experts.up.handle[e])
+    return matmul_reference(gated_reference(gate, up, Activation.SILU), experts.down.handle[e])
+
+
+@dataclass(frozen=True)
+class Done:
+    """A `PendingStep` that is not pending: the host computes inside `step`."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
+class HostExecutor:
+    """`Executor` on the host. Owned by one thread; keeps the last sampled id of each slot.
+
+    `n_valid`: ids from there on have no token and are never sampled. Owns neither weights nor cache.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: HostWeights,
+        cache: CacheStorage,
+        *,
+        n_valid: int,
+        threads: int | None = None,
+    ) -> None:
+        self._model, self._cache, self._n_valid = model, cache, n_valid
+        self._ops = HostOps(weights, cache)
+        self._last_ids = np.zeros(cache.n_slots, np.int32)
+        self._recurrent = [x.layer for x in cache.layout.recurrent]
+        self._threads = BlasThreads(threads)
+        self._steps = 0
+
+    def warm(self) -> None:
+        """Choose the number of BLAS threads by measuring, once."""
+        self._threads.choose()
+
+    def step(self, batch: Batch, sampling: SamplingBatch) -> Done:
+        """Compute now. A row that overflows ends as a result that is not finite, never as a warning."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            self._ops.begin(read_batch(batch, self._cache.layout.page_size, self._last_ids))
+            out = self._model.forward(self._ops)
+            self._steps += 1
+            if batch.want_hidden:
+                return Done(_hidden_result(out))
+            result = sample_reference(out, sampling, self._n_valid)
+        kept = sampling.slots >= 0
+        self._last_ids[sampling.slots[kept]] = result.ids[kept]
+        return Done(result)
+
+    def copy_state(self, source_slot: int, target_slot: int) -> None:
+        for layer in self._recurrent:
+            for state in (self._cache.conv_state(layer), self._cache.delta_state(layer)):
+                state[target_slot] = state[source_slot]
+
+    def reset_state(self, slot: int) -> None:
+        for layer in self._recurrent:
+            self._cache.conv_state(layer)[slot] = 0
+            self._cache.delta_state(layer)[slot] = 0
+
+    def statistics(self) -> ExecutorStatistics:
+        return ExecutorStatistics(self._steps, 0, {"blas_threads": self._threads.count})
+
+    def close(self) -> None:
+        self._threads.restore()
+
+
+def _hidden_result(hidden: Float32s) -> StepResult:
+    n = len(hidden)
+    zeros, ids = np.zeros(n, np.float32), np.zeros(n, np.int32)
+    top = np.zeros((n, 0), np.int32)
+    finite = np.isfinite(hidden).all(axis=1)
+    return StepResult(ids, zeros, zeros, top, top.astype(np.float32), finite, hidden)
