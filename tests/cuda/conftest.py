@@ -1,0 +1,70 @@
+"""Devices for the tests that need a driver; a record of what ran on a real one.
+
+Without a driver every test here is skipped with the reason. `test_on_fake_driver.py` runs the same tests through
+the real bindings over a libcuda without a GPU (GGUFD_FAKE_CUDA set): such a run writes no record.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from streamer.bench.record import RESULTS, new_record
+from streamer.config import cache_directory
+from streamer.device.cuda import CudaDevice, open_cuda
+from streamer.errors import DeviceNotFoundError
+from streamer.kernels.checksum import checksum_code
+
+_outcomes: Counter[str] = Counter()
+_durations: dict[str, float] = {}
+_gpu: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def open_device() -> Callable[..., CudaDevice]:
+    """Opens cuda:0 anew; skips where no driver answers."""
+
+    def opened(**options: bool) -> CudaDevice:
+        code = checksum_code(cache_directory() / "kernels")
+        try:
+            device = open_cuda(0, checksum_code=code, **options)
+        except DeviceNotFoundError as error:
+            pytest.skip(f"no CUDA device: {error}")
+        if device.capabilities.name not in _gpu:
+            _gpu.append(device.capabilities.name)
+        return device
+
+    return opened
+
+
+@pytest.fixture
+def device(open_device: Callable[..., CudaDevice]) -> Iterator[CudaDevice]:
+    """A device that has given everything back when the test ends."""
+    opened = open_device()
+    yield opened
+    opened.close()
+    statistics = opened.statistics()
+    assert (statistics.allocated_bytes, statistics.pinned_bytes, statistics.live_streams) == (0, 0, 0)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "tests/cuda/" in report.nodeid and (report.when == "call" or report.outcome != "passed"):
+        _outcomes[report.outcome] += 1
+        if report.when == "call":
+            _durations[report.nodeid] = round(report.duration, 4)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write benchmarks/results/gpu-tests-*.json (or below $GGUFD_RESULTS) after a run on a real device."""
+    if not _gpu or not _durations or "GGUFD_FAKE_CUDA" in os.environ:
+        return
+    record = new_record(
+        "gpu-tests",
+        gpu=_gpu[0],
+        parameters={"arguments": list(session.config.invocation_params.args)},
+        metrics={name: float(_outcomes[name]) for name in ("passed", "failed", "skipped")},
+        runs=[{"test": name, "seconds": seconds} for name, seconds in sorted(_durations.items())],
+    )
+    record.write(Path(os.environ.get("GGUFD_RESULTS", str(session.config.rootpath / RESULTS))))

@@ -1,0 +1,62 @@
+"""The CUDA tests through the real bindings over a libcuda that needs no GPU: names, types, returns, leaks."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a libcuda.so.1 made of fake/libcuda.c."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler: the driver without a GPU cannot be built")
+    folder = tmp_path_factory.mktemp("libcuda")
+    command = [
+        compiler,
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(folder / "libcuda.so.1"),
+    ]
+    subprocess.run([*command, str(HERE / "fake" / "libcuda.c"), "-lpthread", "-ldl"], check=True)
+    return folder
+
+
+def run_python(fake_driver: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": str(fake_driver), "GGUFD_FAKE_CUDA": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+
+
+@pytest.mark.parametrize("file", ["test_device.py"])
+def test_cuda_tests_pass_without_a_gpu(fake_driver: Path, file: str) -> None:
+    result = run_python(
+        fake_driver,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "cuda",
+        f"tests/cuda/{file}",
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+    assert "skipped" not in result.stdout
