@@ -1,0 +1,157 @@
+"""A daemon under measurement: from exec to READY, its account, its end; as systemd and a client see it."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamer.bench.meters import own_memory
+
+_START_CUDA = """
+import time
+from cuda.bindings import driver
+started = time.perf_counter()
+assert driver.cuInit(0)[0] == 0
+code, device = driver.cuDeviceGet({ordinal})
+assert code == 0
+assert driver.cuDevicePrimaryCtxRetain(device)[0] == 0
+print(time.perf_counter() - started)
+"""
+
+
+class DaemonError(RuntimeError):
+    """The daemon ended or stayed silent instead of saying READY; carries the end of its output."""
+
+
+@dataclass
+class Daemon:
+    """A running daemon that has said READY."""
+
+    process: subprocess.Popen[bytes]
+    socket_path: str
+    ready_s: float  # from exec to READY=1
+    own_memory_nbytes: int  # peak of its anonymous memory until READY
+    statuses: list[str] = field(default_factory=list)  # STATUS= lines, as systemd would show them
+
+    def get(self, path: str) -> Any:
+        """A JSON answer, or text where it is none."""
+        return self.request("GET", path)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self.request("POST", path, json.dumps(body))
+
+    def request(self, method: str, path: str, body: str | None = None) -> Any:
+        connection = UnixConnection(self.socket_path)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def stop(self) -> float:
+        """SIGTERM; seconds until the process is gone."""
+        started_s = time.perf_counter()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(timeout=60)
+        return time.perf_counter() - started_s
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float = 120.0) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+@contextlib.contextmanager
+def running_daemon(
+    model: str,
+    *,
+    device: str,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 180.0,
+) -> Iterator[Daemon]:
+    """`ggufd serve MODEL` once it said READY; ended with the block. DaemonError when it never does."""
+    with tempfile.TemporaryDirectory(prefix="ggufd-bench-") as folder:
+        path = f"{folder}/ggufd.sock"
+        notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        notify.bind(f"{folder}/notify.sock")
+        command = [
+            sys.executable,
+            "-m",
+            "streamer",
+            "serve",
+            model,
+            "--socket",
+            path,
+            "--device",
+            device,
+            *options,
+        ]
+        log = Path(folder) / "log"
+        with notify, log.open("wb") as output:
+            started_s = time.perf_counter()
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **(environment or {}), "NOTIFY_SOCKET": f"{folder}/notify.sock"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            daemon = Daemon(process, path, 0.0, 0)
+            try:
+                _wait_ready(daemon, notify, started_s, timeout_s, log)
+                yield daemon
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=30)
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+
+
+def _wait_ready(daemon: Daemon, notify: socket.socket, started_s: float, timeout_s: float, log: Path) -> None:
+    notify.settimeout(0.05)
+    while time.perf_counter() - started_s < timeout_s:
+        try:
+            message = notify.recv(65536).decode()
+        except TimeoutError:
+            message = ""
+        daemon.ready_s = time.perf_counter() - started_s
+        daemon.statuses += [x[7:] for x in message.splitlines() if x.startswith("STATUS=")]
+        if daemon.process.poll() is not None:
+            raise DaemonError(f"exit code {daemon.process.returncode}: {log.read_text()[-2000:]}")
+        if "READY=1" in message.splitlines():
+            return
+        with contextlib.suppress(OSError):
+            daemon.own_memory_nbytes = max(daemon.own_memory_nbytes, own_memory(daemon.process.pid))
+    raise DaemonError(f"not ready after {timeout_s:.0f} s: {log.read_text()[-2000:]}")
+
+
+def cuda_start_s(ordinal: int) -> float:
+    """Seconds of cuInit and the primary context in a process of their own: nobody is ready sooner."""
+    code = _START_CUDA.format(ordinal=ordinal)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(answer.stdout)
