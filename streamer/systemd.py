@@ -1,6 +1,8 @@
-"""What systemd and the daemon say to each other: notifications, inherited sockets, watchdog. A no-op where unset.
+"""What systemd and the daemon say to each other: notifications, inherited sockets, watchdog. A no-op where
+unset.
 
-Protocols: sd_notify(3), sd_listen_fds(3), sd_watchdog_enabled(3). The environment is read here and in config.py only.
+Protocols: sd_notify(3), sd_listen_fds(3), sd_watchdog_enabled(3). The environment is read here and in
+config.py only.
 """
 
 import fcntl
@@ -17,7 +19,10 @@ FIRST_DESCRIPTOR = 3
 
 
 class Notifier:
-    """Sends state to the service manager. READY is sent at most once between reloads and never after STOPPING."""
+    """Sends state to the service manager.
+
+    READY is sent at most once between reloads and never after STOPPING.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -32,7 +37,7 @@ class Notifier:
         return cls(environ.pop("NOTIFY_SOCKET", ""))
 
     def _send(self, *lines: str) -> None:
-        if not self._address[:1] in ("/", "@"):
+        if self._address[:1] not in ("/", "@"):
             return
         try:
             if self._socket is None:
@@ -60,7 +65,10 @@ class Notifier:
         self._send("READY=1", "STATUS=" + status)
 
     def reloading(self) -> None:
-        """Must be followed by `ready`. MONOTONIC_USEC is what Type=notify-reload compares with its own clock."""
+        """Must be followed by `ready`.
+
+        MONOTONIC_USEC is what Type=notify-reload compares with its own clock.
+        """
         if self._stopping:
             return
         self._ready = False
@@ -100,7 +108,8 @@ def inherited_sockets(environ: MutableMapping[str, str] | None = None) -> list[I
     if owner != str(os.getpid()) or not count.isdigit():
         return []
     return [
-        InheritedSocket(names[i] if i < len(names) else "", _adopt(FIRST_DESCRIPTOR + i)) for i in range(int(count))
+        InheritedSocket(names[i] if i < len(names) else "", _adopt(FIRST_DESCRIPTOR + i))
+        for i in range(int(count))
     ]
 
 
@@ -120,7 +129,10 @@ def _adopt(descriptor: int) -> socket.socket:
 
 
 def watchdog_interval_s(environ: MutableMapping[str, str] | None = None) -> float | None:
-    """Half of WatchdogSec=, as sd_watchdog_enabled(3) advises; None when no watchdog is armed for this process."""
+    """Half of WatchdogSec=, as sd_watchdog_enabled(3) advises.
+
+    None when no watchdog is armed for this process.
+    """
     environ = os.environ if environ is None else environ
     usec, owner = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
     if not usec.isdigit() or int(usec) == 0 or owner not in ("", str(os.getpid())):

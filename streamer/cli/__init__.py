@@ -1,4 +1,5 @@
-"""The command line. Each command lives in its own module, imported when it is called: `ggufd status` starts fast.
+"""The command line. Each command lives in its own module, imported when it is called: `ggufd status` starts
+fast.
 
 Knows: configuration, the HTTP routes, and for `inspect` and `tokenize` the rooms that read files.
 Must not know: the service (given by __main__ as a function), how bytes move.
@@ -52,11 +53,16 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ggufd")
 def cli() -> None:
-    """Makes a GGUF model resident on one device as fast as the link allows, and serves it over a local socket."""
+    """Makes a GGUF model resident on one device as fast as the link allows, and serves it over a local
+    socket.
+    """
 
 
 def run(serve: Serve, arguments: Sequence[str] | None = None) -> int:
-    """The whole command line; returns the exit code of INTERFACE's table. One line on stderr for every refusal."""
+    """The whole command line; returns the exit code of INTERFACE's table.
+
+    One line on stderr for every refusal.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         outcome = cli.main(list(arguments), prog_name="ggufd", standalone_mode=False, obj=serve)

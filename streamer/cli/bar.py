@@ -13,8 +13,8 @@ POLL_S = 0.05
 def wait_ready(socket_path: str, deadline: float | None = None, *, pid: int | None = None) -> dict[str, Any]:
     """Poll until ready, failed, or `deadline` on time.monotonic; returns the last account.
 
-    Shows a bar on stderr when that is a terminal. Before the first answer the socket may not exist yet; with `pid`,
-    the process's end ends the wait (Unreachable).
+    Shows a bar on stderr when that is a terminal. Before the first answer the socket may not exist yet; with
+    `pid`, the process's end ends the wait (Unreachable).
     """
     with ResidencyBar() as bar:
         while True:
@@ -69,7 +69,9 @@ class ResidencyBar:
             return
         detail = f"{amount(r['bytes_resident'])} of {amount(r['bytes_total'])}, {amount(r['bytes_per_s'])}/s"
         layers = f", layer {r['layers_resident']}/{r['layers_total']}"
-        self._progress.update(self._task, completed=r["fraction"], description=r["phase"], detail=detail + layers)
+        self._progress.update(
+            self._task, completed=r["fraction"], description=r["phase"], detail=detail + layers
+        )
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:

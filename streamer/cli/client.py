@@ -29,7 +29,9 @@ class UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._socket_path)
 
 
-def _post(socket_path: str, path: str, body: dict[str, Any]) -> tuple[UnixConnection, http.client.HTTPResponse]:
+def _post(
+    socket_path: str, path: str, body: dict[str, Any]
+) -> tuple[UnixConnection, http.client.HTTPResponse]:
     connection = UnixConnection(socket_path)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})

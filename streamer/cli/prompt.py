@@ -49,7 +49,9 @@ def command(
     return 0
 
 
-def request_body(text: str, *, raw: bool, system: str | None, **sampling: float | None) -> tuple[str, dict[str, Any]]:
+def request_body(
+    text: str, *, raw: bool, system: str | None, **sampling: float | None
+) -> tuple[str, dict[str, Any]]:
     """(route, body)."""
     body: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     if raw:

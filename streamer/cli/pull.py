@@ -18,7 +18,9 @@ def pull_with_bar(name: str) -> str:
     columns = (TextColumn("{task.description:>8}"), BarColumn(40), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("pull", total=model.nbytes)
-        path = pull(name, lambda what, done, total: bar.update(task, completed=done, total=total, description=what))
+        path = pull(
+            name, lambda what, done, total: bar.update(task, completed=done, total=total, description=what)
+        )
         bar.update(task, completed=model.nbytes)
     return str(path)
 

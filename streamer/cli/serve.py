@@ -14,8 +14,12 @@ def _parameter(option: Option) -> click.Option:
         flags = [f"{option.flag}/--no-{option.flag[2:]}"]
         if option.name == "no_auth":
             flags = [option.flag]
-        return click.Option([*flags, option.name], is_flag=True, default=None, help=option.help, hidden=option.hidden)
-    return click.Option([option.flag, option.name], metavar=option.metavar, help=option.help, hidden=option.hidden)
+        return click.Option(
+            [*flags, option.name], is_flag=True, default=None, help=option.help, hidden=option.hidden
+        )
+    return click.Option(
+        [option.flag, option.name], metavar=option.metavar, help=option.help, hidden=option.hidden
+    )
 
 
 def _serve(model: str | None, config_file: str, **given: Any) -> int:
@@ -36,7 +40,12 @@ command = click.Command(
     callback=_serve,
     params=[
         click.Argument(["model"], required=False),
-        click.Option(["--config", "config_file"], metavar="FILE", default="", help="TOML file with any of these options"),
+        click.Option(
+            ["--config", "config_file"],
+            metavar="FILE",
+            default="",
+            help="TOML file with any of these options",
+        ),
         *(_parameter(option) for option in OPTIONS if option.name != "model"),
     ],
     help=(

@@ -15,9 +15,15 @@ POLL_S = 0.1
 @click.command()
 @click.option("--socket", "socket_flag", metavar="PATH", help="the daemon's socket")
 @click.option("--json", "as_json", is_flag=True, help="the residency object")
-@click.option("--wait", is_flag=True, help="until the answer is yes (or the load failed), with a bar on a terminal")
-@click.option("--ready/--live", "ready", default=True, help="ask whether it is ready [default], or only alive")
-@click.option("--timeout", type=float, default=None, metavar="S", help="for one answer [5]; with --wait, in all [none]")
+@click.option(
+    "--wait", is_flag=True, help="until the answer is yes (or the load failed), with a bar on a terminal"
+)
+@click.option(
+    "--ready/--live", "ready", default=True, help="ask whether it is ready [default], or only alive"
+)
+@click.option(
+    "--timeout", type=float, default=None, metavar="S", help="for one answer [5]; with --wait, in all [none]"
+)
 def command(socket_flag: str | None, as_json: bool, wait: bool, ready: bool, timeout: float | None) -> int:
     """Say how far the daemon is; exit 0 exactly when the answer is yes."""
     path = client_socket_path(socket_flag)

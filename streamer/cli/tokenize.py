@@ -19,8 +19,12 @@ class BadInputError(GgufdError):
 
 @click.command()
 @click.argument("model")
-@click.option("--detokenize", is_flag=True, help="a JSON list of ids on standard input, text on standard output")
-@click.option("--special", is_flag=True, help="names of control tokens in the text are those tokens, both ways")
+@click.option(
+    "--detokenize", is_flag=True, help="a JSON list of ids on standard input, text on standard output"
+)
+@click.option(
+    "--special", is_flag=True, help="names of control tokens in the text are those tokens, both ways"
+)
 @click.option("--add-special", is_flag=True, help="put the beginning and end tokens that the model wants")
 def command(model: str, detokenize: bool, special: bool, add_special: bool) -> int:
     """Text on standard input becomes a JSON list of token ids on standard output."""

@@ -1,4 +1,5 @@
-"""HTTP on a socket. `openai.py` and its siblings turn JSON into requests and back (pure); `app.py` is the routes.
+"""HTTP on a socket. `openai.py` and its siblings turn JSON into requests and back (pure); `app.py` is the
+routes.
 
 Knows: engine, text, ledger snapshots. Must not know: devices, kernels, files.
 """

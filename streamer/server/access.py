@@ -1,4 +1,7 @@
-"""Who may ask: keys for TCP, compared in constant time and never kept in the clear; Host names answered on TCP."""
+"""Who may ask: keys for TCP, compared in constant time and never kept in the clear.
+
+Host names answered on TCP.
+"""
 
 import hashlib
 import hmac
@@ -12,7 +15,10 @@ MIN_KEY_LENGTH = 16
 
 
 class KeyRing:
-    """Digests of the accepted keys. Empty: no key is asked for (loopback and --no-auth, checked by config.py)."""
+    """Digests of the accepted keys.
+
+    Empty: no key is asked for (loopback and --no-auth, checked by config.py).
+    """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
@@ -33,7 +39,10 @@ class KeyRing:
 
 
 def read_keys(path: str) -> KeyRing:
-    """One key a line; blank lines and lines that begin with # are skipped. ConfigError names the file, never a key."""
+    """One key a line; blank lines and lines that begin with # are skipped.
+
+    ConfigError names the file, never a key.
+    """
     if not path:
         return KeyRing()
     try:
@@ -56,7 +65,9 @@ def offered_key(headers: Mapping[str, str]) -> str:
 
 def check_key(headers: Mapping[str, str], keys: KeyRing) -> None:
     if keys and not keys.accepts(offered_key(headers)):
-        raise ClientError(401, "a valid API key is needed", type="authentication_error", code="invalid_api_key")
+        raise ClientError(
+            401, "a valid API key is needed", type="authentication_error", code="invalid_api_key"
+        )
 
 
 def allowed_hosts(listen: str, further: Iterable[str]) -> frozenset[str]:

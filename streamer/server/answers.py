@@ -1,4 +1,7 @@
-"""What all inference routes share: reading JSON, heads of answers, a stream with its errors, one log line a generation."""
+"""What all inference routes share.
+
+Reading JSON, heads of answers, a stream with its errors, one log line a generation.
+"""
 
 import asyncio
 import logging
@@ -46,7 +49,9 @@ def openai_error_frame(error: ClientError) -> bytes:
 
 
 @asynccontextmanager
-async def event_stream(request: web.Request, error_frame: ErrorFrame = openai_error_frame) -> AsyncIterator[EventStream]:
+async def event_stream(
+    request: web.Request, error_frame: ErrorFrame = openai_error_frame
+) -> AsyncIterator[EventStream]:
     """A stream whose failures become an error event once it is open, and their own status before."""
     limits = request.app[STATE].limits
     stream = EventStream(request, keepalive_s=limits.keepalive_s, write_timeout_s=limits.write_timeout_s)

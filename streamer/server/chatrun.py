@@ -1,4 +1,7 @@
-"""A conversation's answer as it grows: text pieces through the output parser into content, reasoning and tool calls."""
+"""A conversation's answer as it grows.
+
+Text pieces through the output parser into content, reasoning and tool calls.
+"""
 
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
@@ -75,7 +78,9 @@ class ChatAnswer:
 class ChatRun:
     """Runs a prepared conversation; iterate `items`, then read `answers`, `usage` and `details`."""
 
-    def __init__(self, engine: SubmittingEngine, prepared: Sequence[Prepared], parsers: Sequence[OutputParser]) -> None:
+    def __init__(
+        self, engine: SubmittingEngine, prepared: Sequence[Prepared], parsers: Sequence[OutputParser]
+    ) -> None:
         self._engine, self._prepared, self._parsers = engine, prepared, parsers
         self.answers = [ChatAnswer() for _ in prepared]
 
@@ -117,4 +122,3 @@ class ChatRun:
     @property
     def details(self) -> dict[str, Any]:
         return details_object([(a.end.event, a.finish) for a in self.answers if a.end is not None])
-

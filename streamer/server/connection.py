@@ -1,11 +1,11 @@
-"""One client connection: what must be decided before a request exists. Limits, deadlines, peers, half-close, bad HTTP.
+"""One client connection: what must be decided before a request exists. Limits, deadlines, peers, half-close,
+bad HTTP.
 
 aiohttp parses; this subclass adds a deadline for headers, JSON bodies for its own errors, an allow-list by
 SO_PEERCRED, a limit on connections, and keeps a Unix connection whose client only closed its sending side.
 """
 
 import asyncio
-import contextlib
 import logging
 import select
 import socket
@@ -75,10 +75,10 @@ class Connection(web.RequestHandler):
     def _turn_away(self, answer: bytes) -> None:
         self._turned_away = True
         if self.transport is not None:
-            cast(asyncio.Transport, self.transport).write(answer)
+            self.transport.write(answer)
         self.force_close()
 
-    # ---- a deadline for headers ----------------------------------------------------------------------------------------
+    # ---- a deadline for headers ----------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         if self._turned_away:
@@ -94,7 +94,9 @@ class Connection(web.RequestHandler):
     def _header_is_late(self) -> None:
         self._header_timer = None
         if not self._request_in_progress and not self._messages:
-            self._turn_away(raw_response(408, "Request Timeout", "the request's header did not arrive in time"))
+            self._turn_away(
+                raw_response(408, "Request Timeout", "the request's header did not arrive in time")
+            )
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -106,12 +108,15 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps the connection: on a Unix socket a half-close can be told from a close, and still wants its answer."""
+        """True keeps the connection.
+
+        On a Unix socket a half-close can be told from a close, and still wants its answer.
+        """
         if not self.is_unix or self.transport is None or not self._request_in_progress:
             return False
         return not has_hung_up(self.transport.get_extra_info("socket").fileno())
 
-    # ---- errors of the parser ------------------------------------------------------------------------------------------
+    # ---- errors of the parser ------------------------------------------------------------------------------
 
     def handle_error(
         self,
@@ -120,17 +125,24 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """aiohttp met bad HTTP (400) or a handler's fault that no middleware caught (500). Closes the connection."""
+        """aiohttp met bad HTTP (400) or a handler's fault that no middleware caught (500).
+
+        Closes the connection.
+        """
         if status >= 500:
             log_event(logger, logging.ERROR, "unhandled", error=repr(exc))
         text = "the request is not valid HTTP" if status == 400 else "internal error"
-        response = web.Response(status=status, body=encode(error_object(status, text)), content_type="application/json")
+        response = web.Response(
+            status=status, body=encode(error_object(status, text)), content_type="application/json"
+        )
         response.force_close()
         return response
 
 
 def has_hung_up(descriptor: int) -> bool:
-    """True when the peer is gone altogether, False when it only shut down its sending side (Unix sockets tell)."""
+    """True when the peer is gone altogether, False when it only shut down its sending side (Unix sockets
+    tell).
+    """
     poller = select.poll()
     poller.register(descriptor, select.POLLIN | select.POLLHUP)
     return any(mask & (select.POLLHUP | select.POLLERR) for _, mask in poller.poll(0))
@@ -155,7 +167,9 @@ class GuardedRunner(web.AppRunner):
 
     __slots__ = ("_options", "_rules")
 
-    def __init__(self, app: web.Application, rules: ConnectionRules, *, shutdown_timeout: float, **options: Any) -> None:
+    def __init__(
+        self, app: web.Application, rules: ConnectionRules, *, shutdown_timeout: float, **options: Any
+    ) -> None:
         super().__init__(app, access_log=None, shutdown_timeout=shutdown_timeout)
         self._rules = rules
         self._options = options
@@ -167,11 +181,3 @@ class GuardedRunner(web.AppRunner):
     @property
     def n_connections(self) -> int:
         return len(self.server.connections) if self.server is not None else 0
-
-
-async def wait_closed_connections(runner: GuardedRunner, timeout_s: float) -> None:
-    """Give clients a moment to read their last bytes before the listening side goes away."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            while runner.n_connections:
-                await asyncio.sleep(0.01)

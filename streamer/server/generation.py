@@ -1,4 +1,7 @@
-"""From calls to sequences that the engine can run: encode, check against vocabulary and context, seed, constrain."""
+"""From calls to sequences that the engine can run.
+
+Encode, check against vocabulary and context, seed, constrain.
+"""
 
 import dataclasses
 import random
@@ -39,17 +42,25 @@ async def prepare_completion(state: ServerState, backend: Backend, call: Complet
     for prompt in call.prompts:
         ids = await encode_prompt(backend, prompt)
         check_context(backend, len(ids))
-        shown = (prompt if isinstance(prompt, str) else backend.text.tokenizer.decode(ids, special=True)) if call.echo else ""
+        shown = (
+            (prompt if isinstance(prompt, str) else backend.text.tokenizer.decode(ids, special=True))
+            if call.echo
+            else ""
+        )
         for _ in range(generation.n):
             constraint = await backend.text.constraint(generation.format) if generation.format else None
             request = _request(state, backend, generation, ids, len(prepared), constraint)
-            text = backend.text.token_text(generation.stop, with_logprobs=generation.sampling.n_logprobs is not None)
+            text = backend.text.token_text(
+                generation.stop, with_logprobs=generation.sampling.n_logprobs is not None
+            )
             if not call.echo:
                 prepared.append(Prepared(request, text))
                 continue
             wants_scores = generation.sampling.n_logprobs is not None
             echoed = _Echo(backend, tuple(ids), shown, wants_scores)
-            prepared.append(Prepared(dataclasses.replace(request, prompt_logprobs=wants_scores), text, echoed))
+            prepared.append(
+                Prepared(dataclasses.replace(request, prompt_logprobs=wants_scores), text, echoed)
+            )
     return prepared
 
 
@@ -79,7 +90,9 @@ async def prepare_chat(state: ServerState, backend: Backend, call: ChatCall) -> 
     for i in range(generation.n):
         constraint = await _chat_constraint(backend, call)
         request = _request(state, backend, generation, ids, i, constraint)
-        text = backend.text.token_text(generation.stop, with_logprobs=generation.sampling.n_logprobs is not None)
+        text = backend.text.token_text(
+            generation.stop, with_logprobs=generation.sampling.n_logprobs is not None
+        )
         prepared.append(Prepared(request, text))
     parsers = [backend.text.chat.parser(call) for _ in prepared]
     return ChatRun(backend.engine, prepared, parsers)
@@ -89,7 +102,9 @@ async def _chat_constraint(backend: Backend, call: ChatCall) -> Constraint | Non
     """A demanded tool call constrains more than a response format; both at once contradict each other."""
     if call.tool_choice not in ("none", "auto"):
         if call.generation.format is not None:
-            refuse("response_format cannot be combined with a tool_choice that demands a call", "response_format")
+            refuse(
+                "response_format cannot be combined with a tool_choice that demands a call", "response_format"
+            )
         return await backend.text.chat_constraint(call)
     wanted = call.generation.format
     return None if wanted is None else await backend.text.constraint(wanted)
@@ -109,7 +124,10 @@ async def prepare_embeddings(state: ServerState, backend: Backend, call: Embeddi
 
 
 async def encode_prompt(backend: Backend, prompt: str | Sequence[int]) -> list[int]:
-    """A raw prompt is the client's own framing: names of control tokens in it are those tokens, as in llama-server."""
+    """A raw prompt is the client's own framing.
+
+    Names of control tokens in it are those tokens, as in llama-server.
+    """
     if isinstance(prompt, str):
         ids = await backend.text.encode(prompt, add_special=True, parse_special=True)
     else:
@@ -161,7 +179,10 @@ def _request(
 
 
 def _deadline(state: ServerState, generation: Generation) -> float | None:
-    """On time.monotonic, the engine's clock: the client's timeout or the configured one, whichever is shorter."""
+    """On time.monotonic, the engine's clock.
+
+    The client's timeout or the configured one, whichever is shorter.
+    """
     limits = [x for x in (generation.timeout_s, state.limits.request_timeout_s) if x is not None]
     return time.monotonic() + min(limits) if limits else None
 

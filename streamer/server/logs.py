@@ -1,4 +1,7 @@
-"""One line an event on stderr: key=value or JSON, journald's level prefixes, a request id where there is a request."""
+"""One line an event on stderr.
+
+Key=value or JSON, journald's level prefixes, a request id where there is a request.
+"""
 
 import contextvars
 import json
@@ -22,11 +25,11 @@ class EventFormatter(logging.Formatter):
 
     def __init__(self, style: str, *, journal: bool, debug: bool) -> None:
         super().__init__()
-        self._style, self._journal, self._debug = style, journal, debug
+        self._as_json, self._journal, self._debug = style == "json", journal, debug
 
     def format(self, record: logging.LogRecord) -> str:
         fields = self._fields(record)
-        line = json.dumps(fields, default=str) if self._style == "json" else _key_values(fields)
+        line = json.dumps(fields, default=str) if self._as_json else _key_values(fields)
         prefix = f"<{PRIORITIES.get(record.levelno, 6)}>" if self._journal else ""
         return prefix + line
 
@@ -55,7 +58,10 @@ def _key_values(fields: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Plain where it is plain; quoted with escapes otherwise, so that a value can never look like a field or a line."""
+    """Plain where it is plain.
+
+    Quoted with escapes otherwise, so that a value can never look like a field or a line.
+    """
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)

@@ -1,4 +1,7 @@
-"""Prometheus text under an own registry. Gauges are rendered from statistics when asked; only requests count here."""
+"""Prometheus text under an own registry.
+
+Gauges are rendered from statistics when asked; only requests count here.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +30,9 @@ class Snapshot:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_prompt_tokens: int = 0
-    step_seconds: Mapping[str, tuple[Mapping[float, int], float]] = field(default_factory=dict)  # buckets, sum
+    step_seconds: Mapping[str, tuple[Mapping[float, int], float]] = field(
+        default_factory=dict
+    )  # buckets, sum
     device_bytes: Mapping[str, int] = field(default_factory=dict)  # by use
     pinned_bytes: int = 0
     connections: int = 0
@@ -38,14 +43,17 @@ class Metrics:
     """The registry and the counters of the HTTP side. `snapshot` is set by the service."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(_SnapshotCollector(snapshot))
         self._requests = Counter(
             "ggufd_requests", "Requests answered", ["route", "code"], registry=self.registry
         )
         self._first = Histogram(
-            "ggufd_time_to_first_token_seconds", "Arrival to first token", buckets=TTFT_BUCKETS, registry=self.registry
+            "ggufd_time_to_first_token_seconds",
+            "Arrival to first token",
+            buckets=TTFT_BUCKETS,
+            registry=self.registry,
         )
         self._gaps = Histogram(
             "ggufd_inter_token_seconds", "Mean time between tokens of a request", buckets=GAP_BUCKETS,
@@ -82,7 +90,9 @@ class _SnapshotCollector(Collector):
         yield _gauge("kv_pages", "Pages of the cache by state", ["state"], s.kv_pages)
         yield _counter("prompt_tokens", "Prompt tokens processed", [], {(): s.prompt_tokens})
         yield _counter("generated_tokens", "Tokens generated", [], {(): s.generated_tokens})
-        yield _counter("prompt_cache_tokens", "Prompt tokens taken from the cache", [], {(): s.cached_prompt_tokens})
+        yield _counter(
+            "prompt_cache_tokens", "Prompt tokens taken from the cache", [], {(): s.cached_prompt_tokens}
+        )
         yield _steps(s.step_seconds)
         yield _gauge("device_bytes", "Device memory by use", ["use"], s.device_bytes)
         yield _gauge("pinned_bytes", "Page-locked host memory", [], {(): s.pinned_bytes})

@@ -1,4 +1,7 @@
-"""What happens around every route: request id, Host and key on TCP, errors into bodies, one log line, one count."""
+"""What happens around every route.
+
+Request id, Host and key on TCP, errors into bodies, one log line, one count.
+"""
 
 import asyncio
 import logging
@@ -41,7 +44,9 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
         state.metrics.count_request(route, status)
         level = logging.DEBUG if route in PROBES else logging.INFO
         took = (time.monotonic() - started) * 1e3
-        log_event(logger, level, "request", method=request.method, route=route, code=status, ms=round(took, 1))
+        log_event(
+            logger, level, "request", method=request.method, route=route, code=status, ms=round(took, 1)
+        )
         REQUEST_ID.reset(token)
 
 
@@ -78,7 +83,9 @@ def _of_aiohttp(error: web.HTTPException) -> ClientError:
         return ClientError(405, "this route does not take that method", type="invalid_request_error")
     if error.status == 413:
         return ClientError(413, "the body is too large")
-    return ClientError(error.status if error.status in (400, 408) else 400, "the request cannot be understood")
+    return ClientError(
+        error.status if error.status in (400, 408) else 400, "the request cannot be understood"
+    )
 
 
 def error_response(request: web.Request, error: ClientError) -> web.Response:
@@ -109,7 +116,10 @@ def _route(request: web.Request) -> str:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body within size and time. 413 before reading when the header says it all, 408 when it trickles."""
+    """The whole body within size and time.
+
+    413 before reading when the header says it all, 408 when it trickles.
+    """
     limits = request.app[STATE].limits
     check_length(request)
     chunks: list[bytes] = []

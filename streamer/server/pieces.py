@@ -1,4 +1,7 @@
-"""From token events to text: detokenize, match stop strings, pair text with log-probabilities. Pure; one a sequence."""
+"""From token events to text: detokenize, match stop strings, pair text with log-probabilities.
+
+Pure; one a sequence.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +25,9 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that may be sent now, with the entries of the tokens it came from (empty when none were asked for)."""
+    """Text that may be sent now, with the entries of the tokens it came from (empty when none were asked
+    for).
+    """
 
     text: str = ""
     entries: tuple[Entry, ...] = ()
@@ -53,7 +58,9 @@ class TokenText:
     with_logprobs: bool
     n_decoded: int = 0  # characters that came out of the detokenizer
     n_sent: int = 0  # characters given out as pieces
-    _waiting: list[tuple[int, Entry]] = field(default_factory=list)  # (first character of the token's text, entry)
+    _waiting: list[tuple[int, Entry]] = field(
+        default_factory=list
+    )  # (first character of the token's text, entry)
 
     @property
     def stopped(self) -> str | None:

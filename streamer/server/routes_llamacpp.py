@@ -80,12 +80,12 @@ def _last(text: str, entries: list[Entry] | None, end: End, backend: Backend) ->
 
 
 async def _stream(request: web.Request, backend: Backend, prepared: list[Prepared]) -> web.StreamResponse:
-    async with event_stream(request) as stream:
-        async with contextlib.aclosing(run_sequences(backend.engine, prepared)) as items:
-            async for item in items:
-                if isinstance(item, Text):
-                    await stream.send(data_frame({"index": 0, "content": item.piece.text, "stop": False}))
-                elif isinstance(item, End):
-                    note_finishes(request.app[STATE], [item.event])
-                    await stream.send(data_frame(_last("", None, item, backend)))
+    running = contextlib.aclosing(run_sequences(backend.engine, prepared))
+    async with event_stream(request) as stream, running as items:
+        async for item in items:
+            if isinstance(item, Text):
+                await stream.send(data_frame({"index": 0, "content": item.piece.text, "stop": False}))
+            elif isinstance(item, End):
+                note_finishes(request.app[STATE], [item.event])
+                await stream.send(data_frame(_last("", None, item, backend)))
     return await stream.close()

@@ -13,13 +13,19 @@ from streamer.server.api.completions import completion_choice, completion_object
 from streamer.server.api.embeddings import embedding_object, read_embedding
 from streamer.server.api.results import Entry, details_object, usage_object, usage_of
 from streamer.server.chatrun import ChatDelta, ChatRun, ChatText
-from streamer.server.generation import admitted, check_backpressure, prepare_chat, prepare_completion, prepare_embeddings
+from streamer.server.generation import (
+    admitted,
+    check_backpressure,
+    prepare_chat,
+    prepare_completion,
+    prepare_embeddings,
+)
 from streamer.server.middleware import STATE
 from streamer.server.sequences import End, Prepared, Progress, Text, Vector, run_sequences
 from streamer.server.sse import DONE, data_frame
 from streamer.server.state import Backend
 
-# ---- chat -------------------------------------------------------------------------------------------------------------------
+# ---- chat --------------------------------------------------------------------------------------------------
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -46,7 +52,9 @@ def _chat_choices(call: ChatCall, run: ChatRun) -> list[dict[str, Any]]:
     ]
 
 
-async def _stream_chat(request: web.Request, call: ChatCall, run: ChatRun, head: dict[str, Any]) -> web.StreamResponse:
+async def _stream_chat(
+    request: web.Request, call: ChatCall, run: ChatRun, head: dict[str, Any]
+) -> web.StreamResponse:
     head = {**head, "object": "chat.completion.chunk"}
     wants = call.generation.sampling.n_logprobs is not None
     begun: set[int] = set()
@@ -96,7 +104,7 @@ def _call_object(call: Any) -> dict[str, Any]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-# ---- completions ------------------------------------------------------------------------------------------------------------
+# ---- completions -------------------------------------------------------------------------------------------
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -116,7 +124,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _whole_completion(
-    backend: Backend, call: CompletionCall, prepared: list[Prepared], head: dict[str, Any], finishes: list[FinishEvent]
+    backend: Backend,
+    call: CompletionCall,
+    prepared: list[Prepared],
+    head: dict[str, Any],
+    finishes: list[FinishEvent],
 ) -> web.Response:
     wants = call.generation.sampling.n_logprobs is not None
     texts = ["" for _ in prepared]
@@ -132,7 +144,8 @@ async def _whole_completion(
                 finishes.append(item.event)
     ordered = [ends[i] for i in range(len(prepared))]
     choices = [
-        completion_choice(i, texts[i], entries[i] if wants else None, end.finish) for i, end in enumerate(ordered)
+        completion_choice(i, texts[i], entries[i] if wants else None, end.finish)
+        for i, end in enumerate(ordered)
     ]
     usage = usage_of([e.event for e in ordered], call.generation.n)
     return json_response(
@@ -157,7 +170,9 @@ async def _stream_completion(
             async for item in items:
                 if isinstance(item, Text):
                     entries = list(item.piece.entries) if wants else None
-                    choice = completion_choice(item.index, item.piece.text, entries, None, offsets[item.index])
+                    choice = completion_choice(
+                        item.index, item.piece.text, entries, None, offsets[item.index]
+                    )
                     offsets[item.index] += len(item.piece.text)
                     await stream.send(data_frame({**head, "choices": [choice]}))
                 elif isinstance(item, End):
@@ -177,7 +192,7 @@ async def _stream_completion(
     return await stream.close()
 
 
-# ---- embeddings -------------------------------------------------------------------------------------------------------------
+# ---- embeddings --------------------------------------------------------------------------------------------
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:

@@ -61,7 +61,9 @@ async def residency(request: web.Request) -> web.StreamResponse:
     if "text/event-stream" not in request.headers.get("Accept", ""):
         return json_response(state.residency(True))
     limits = state.limits
-    async with EventStream(request, keepalive_s=limits.keepalive_s, write_timeout_s=limits.write_timeout_s) as stream:
+    async with EventStream(
+        request, keepalive_s=limits.keepalive_s, write_timeout_s=limits.write_timeout_s
+    ) as stream:
         while state.status == "loading":
             await stream.send(data_frame(state.residency(True)))
             await asyncio.sleep(RESIDENCY_INTERVAL_S)
@@ -105,7 +107,10 @@ async def props(request: web.Request) -> web.Response:
     card, tokenizer, residency = backend.card, backend.text.tokenizer, state.residency(False)
     return json_response(
         {
-            "default_generation_settings": {"n_ctx": card.n_ctx, "params": {"temperature": 1.0, "top_p": 1.0}},
+            "default_generation_settings": {
+                "n_ctx": card.n_ctx,
+                "params": {"temperature": 1.0, "top_p": 1.0},
+            },
             "total_slots": card.max_sequences,
             "model_alias": card.id,
             "model_path": card.root,

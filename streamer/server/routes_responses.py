@@ -63,11 +63,18 @@ def _new_id(prefix: str) -> str:
     return prefix + uuid.uuid4().hex
 
 
-async def _stream(request: web.Request, call: ChatCall, run: ChatRun, head: dict[str, Any]) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, call: ChatCall, run: ChatRun, head: dict[str, Any]
+) -> web.StreamResponse:
     writer: _ItemWriter | None = None
 
     def error_frame(error: ClientError) -> bytes:
-        failure = {"type": "error", "code": str(error.code or error.status), "message": error.message, "param": None}
+        failure = {
+            "type": "error",
+            "code": str(error.code or error.status),
+            "message": error.message,
+            "param": None,
+        }
         return event_frame("error", {**failure, "sequence_number": writer.number if writer else 0})
 
     async with event_stream(request, error_frame) as stream, contextlib.aclosing(run.items()) as items:
@@ -153,7 +160,9 @@ class _ItemWriter:
             item = message_item(item_id, self._text, "completed")
         else:
             name = self._open["name"]
-            await self.send("response.function_call_arguments.done", **self._place(), arguments=self._text, name=name)
+            await self.send(
+                "response.function_call_arguments.done", **self._place(), arguments=self._text, name=name
+            )
             item = call_item(item_id, self._open["call_id"], name, self._text)
         await self.send("response.output_item.done", output_index=len(self.done), item=item)
         self.done.append(item)

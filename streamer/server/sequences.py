@@ -1,4 +1,7 @@
-"""Runs the sequences of one request on the engine and merges what they give. Whatever happens, none is left running."""
+"""Runs the sequences of one request on the engine and merges what they give.
+
+Whatever happens, none is left running.
+"""
 
 import asyncio
 import logging
@@ -80,8 +83,11 @@ class End:
 Item = Progress | Text | Vector | End
 
 
-async def run_sequences(engine: SubmittingEngine, sequences: Sequence[Prepared]) -> AsyncGenerator[Item, None]:
-    """Items of all sequences as they come, an End for each. ClientError when a sequence fails or cannot be queued.
+async def run_sequences(
+    engine: SubmittingEngine, sequences: Sequence[Prepared]
+) -> AsyncGenerator[Item, None]:
+    """Items of all sequences as they come, an End for each. ClientError when a sequence fails or cannot be
+    queued.
 
     Close the iterator (contextlib.aclosing) or cancel: sequences still running are cancelled in the engine.
     """
@@ -89,7 +95,9 @@ async def run_sequences(engine: SubmittingEngine, sequences: Sequence[Prepared])
     try:
         for sequence in sequences:
             handles.append(_submit(engine, sequence.request))
-        async for item in _merged([_items(i, h, s) for i, (h, s) in enumerate(zip(handles, sequences, strict=True))]):
+        async for item in _merged(
+            [_items(i, h, s) for i, (h, s) in enumerate(zip(handles, sequences, strict=True))]
+        ):
             yield item
     finally:
         for handle in handles:
@@ -100,7 +108,9 @@ def _submit(engine: SubmittingEngine, request: Request) -> Handle:
     try:
         return engine.submit_nowait(request)
     except QueueFull:
-        raise ClientError(429, "too many requests are waiting", type="rate_limit_error", retry_after_s=1) from None
+        raise ClientError(
+            429, "too many requests are waiting", type="rate_limit_error", retry_after_s=1
+        ) from None
     except NotServing:
         raise ClientError(503, "the server takes no requests any more", retry_after_s=5) from None
     except PromptTooLong as error:
@@ -135,16 +145,20 @@ def _ending(index: int, event: FinishEvent, text: TokenText | None) -> list[Item
         log_event(logger, logging.ERROR, "generation failed", error=event.error)
         raise ClientError(500, "the generation failed", type="server_error")
     if event.reason is FinishReason.CANCELLED:  # not by us: whoever asks for it reads no further
-        raise ClientError(503, "the request was cut: the server stops, or its reader was too slow", retry_after_s=5)
+        raise ClientError(
+            503, "the request was cut: the server stops, or its reader was too slow", retry_after_s=5
+        )
     if event.reason is FinishReason.DEADLINE and event.n_generated == 0:
         raise ClientError(503, "the request's time ran out before its first token", retry_after_s=1)
     if text is None:
         return [End(index, event, FINISH_NAMES[event.reason], None)]
     last = text.finish()
     finish = "stop" if text.stopped is not None else FINISH_NAMES[event.reason]
-    return [Text(index, last), End(index, event, finish, text.stopped)] if last else [
-        End(index, event, finish, text.stopped)
-    ]
+    return (
+        [Text(index, last), End(index, event, finish, text.stopped)]
+        if last
+        else [End(index, event, finish, text.stopped)]
+    )
 
 
 async def _merged(sources: list[AsyncIterator[Item]]) -> AsyncIterator[Item]:
@@ -167,13 +181,13 @@ async def _merged(sources: list[AsyncIterator[Item]]) -> AsyncIterator[Item]:
     try:
         left = len(tasks)
         while left:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
+            arrived = await queue.get()
+            if isinstance(arrived, BaseException):
+                raise arrived
+            if arrived is None:
                 left -= 1
             else:
-                yield item
+                yield arrived
     finally:
         for task in tasks:
             task.cancel()

@@ -1,7 +1,8 @@
 """The socket file: its mode is right from birth, a live owner is never robbed, only our own file is removed.
 
-asyncio and uvloop unlink whatever lies at the path and so steal a live server's socket; here a lock beside the
-path decides who may bind, the socket is born in a private directory, and a rename makes it visible finished.
+asyncio and uvloop unlink whatever lies at the path and so steal a live server's socket; here a lock beside
+the path decides who may bind, the socket is born in a private directory, and a rename makes it visible
+finished.
 """
 
 import contextlib
@@ -106,7 +107,10 @@ def _release_lock(path: str, descriptor: int) -> None:
 
 
 def _refuse_living(path: str) -> None:
-    """Return when `path` is free or a stale socket; SocketError when somebody listens or it is another kind of file."""
+    """Return when `path` is free or a stale socket.
+
+    SocketError when somebody listens or it is another kind of file.
+    """
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise SocketError(f"{path}: exists and is not a socket; it is kept")
@@ -122,7 +126,9 @@ def _refuse_living(path: str) -> None:
 
 
 def _bind_and_rename(path: str, parent: str, mode: int, gid: int) -> tuple[socket.socket, tuple[int, int]]:
-    private = tempfile.mkdtemp(prefix=".ggufd-", dir=parent)  # 0700: nobody connects before mode and group are right
+    private = tempfile.mkdtemp(
+        prefix=".ggufd-", dir=parent
+    )  # 0700: nobody connects before mode and group are right
     born = os.path.join(private, "s")
     directory = os.open(private, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -145,7 +151,7 @@ def _bind_and_rename(path: str, parent: str, mode: int, gid: int) -> tuple[socke
     return listening, (status.st_dev, status.st_ino)
 
 
-# ---- who is at the other end -------------------------------------------------------------------------------------------
+# ---- who is at the other end -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

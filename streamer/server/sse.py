@@ -1,7 +1,8 @@
 """Server-sent events over aiohttp: framing, keep-alive comments, and the rule for slow readers.
 
-The rule: a reader that takes nothing for `write_timeout_s` while bytes wait for it is dropped; until then only its
-own stream stands still. Nothing is sent before `open`, so that an early failure still gets its own status.
+The rule: a reader that takes nothing for `write_timeout_s` while bytes wait for it is dropped; until then
+only its own stream stands still. Nothing is sent before `open`, so that an early failure still gets its own
+status.
 """
 
 import asyncio
@@ -21,7 +22,10 @@ HEADERS = {
 
 
 class EventStream:
-    """One stream. Use as an async context manager around the writing; `progress` is shown in keep-alive comments."""
+    """One stream.
+
+    Use as an async context manager around the writing; `progress` is shown in keep-alive comments.
+    """
 
     def __init__(self, request: web.Request, *, keepalive_s: float, write_timeout_s: float) -> None:
         self._request = request

@@ -1,4 +1,7 @@
-"""What the routes know: limits, the residency account, and once ready the backend. The service fills it in."""
+"""What the routes know: limits, the residency account, and once ready the backend.
+
+The service fills it in.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

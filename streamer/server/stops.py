@@ -1,7 +1,7 @@
 """Stop strings over token boundaries. Pure.
 
-Text that may be the beginning of a stop string is held back until it is known; no byte of a stop string leaks and no
-other byte is lost. The stop that is complete first wins, whatever the pieces the text came in.
+Text that may be the beginning of a stop string is held back until it is known; no byte of a stop string
+leaks and no other byte is lost. The stop that is complete first wins, whatever the pieces the text came in.
 """
 
 
@@ -35,7 +35,10 @@ class StopMatcher:
         return held
 
     def _first_complete(self, pending: str, n_old: int) -> tuple[int, str] | None:
-        """(start, stop) of the match that ends first; of two that end together, the longer. It ends in the new text."""
+        """(start, stop) of the match that ends first; of two that end together, the longer.
+
+        It ends in the new text.
+        """
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = pending.find(stop, max(0, n_old - len(stop) + 1))

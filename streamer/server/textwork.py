@@ -1,7 +1,7 @@
 """Text work of requests, off the event loop: prompts to ids, conversations to ids, constraints, detokenizers.
 
-Small texts are encoded where they are; everything that may take over a millisecond goes to a small pool of threads,
-so that probes are answered meanwhile.
+Small texts are encoded where they are; everything that may take over a millisecond goes to a small pool of
+threads, so that probes are answered meanwhile.
 """
 
 import asyncio
@@ -22,7 +22,10 @@ INLINE_CHARACTERS = 256  # encoded on the loop: under 0.2 ms
 
 
 class ChatFormat(Protocol):
-    """The model's way of writing conversations (template, tools, reasoning). Blocking calls; run in threads."""
+    """The model's way of writing conversations (template, tools, reasoning).
+
+    Blocking calls; run in threads.
+    """
 
     def encode(self, call: ChatCall) -> list[int]: ...
     def render(self, call: ChatCall) -> str: ...
@@ -58,7 +61,10 @@ class TextWork:
         return encode() if len(text) <= INLINE_CHARACTERS else await self.run(encode)
 
     async def encode_chat(self, call: ChatCall) -> list[int]:
-        """Render and encode; control tokens in contents stay text. ClientError 400 when the template refuses."""
+        """Render and encode; control tokens in contents stay text.
+
+        ClientError 400 when the template refuses.
+        """
         return await self.run(self.chat.encode, call)
 
     async def constraint(self, wanted: OutputFormat) -> Constraint:

@@ -14,7 +14,6 @@ from streamer.server.api.body import (
     read_fields,
     refuse,
     sequence,
-    string,
 )
 from streamer.server.api.calls import ChatCall
 from streamer.server.api.chat import check_function, read_template_kwargs, read_tool_choice
@@ -37,7 +36,10 @@ TABLE = Table(
         Field("disable_parallel_tool_use", boolean, False),
     ),
     neutral=NEUTRAL_SAMPLERS,
-    refused={"mcp_servers": "the daemon reaches nothing outside", "container": "there are no containers here"},
+    refused={
+        "mcp_servers": "the daemon reaches nothing outside",
+        "container": "there are no containers here",
+    },
 )
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "error": "end_turn"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -52,9 +54,18 @@ def read_anthropic(body: dict[str, Any], *, counting: bool = False) -> ChatCall:
     stops = values["stop_sequences"] or []
     if not all(isinstance(x, str) and 1 <= len(x) <= 1024 for x in stops) or len(stops) > 16:
         refuse("stop_sequences must be at most 16 strings that are not empty", "stop_sequences")
-    filled = {**values, "n": 1, "stream_options": None, "logit_bias": (), "response_format": None, "stop": tuple(stops)}
+    filled = {
+        **values,
+        "n": 1,
+        "stream_options": None,
+        "logit_bias": (),
+        "response_format": None,
+        "stop": tuple(stops),
+    }
     tools = _tools(values["tools"] or [])
-    messages = _system(values["system"]) + [m for i, x in enumerate(values["messages"]) for m in _message(i, x)]
+    messages = _system(values["system"]) + [
+        m for i, x in enumerate(values["messages"]) for m in _message(i, x)
+    ]
     return ChatCall(
         generation=read_generation(filled, max_tokens=values["max_tokens"], n_logprobs=None),
         messages=tuple(messages),
@@ -77,7 +88,11 @@ def _text(place: str, value: Any) -> str:
         refuse(f"{place} must be a string or a list of text blocks", "messages")
     texts = []
     for block in value:
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+        if (
+            not isinstance(block, dict)
+            or block.get("type") != "text"
+            or not isinstance(block.get("text"), str)
+        ):
             refuse(f"{place}: only text blocks are supported", "messages")
         texts.append(block["text"])
     return "".join(texts)
@@ -108,12 +123,16 @@ def _block(place: str, block: Any, texts: list[str], calls: list[Any], results: 
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "text" and isinstance(block.get("text"), str):
         texts.append(block["text"])
-    elif kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("input", {}), dict):
+    elif (
+        kind == "tool_use" and isinstance(block.get("name"), str) and isinstance(block.get("input", {}), dict)
+    ):
         function = {"name": block["name"], "arguments": json.dumps(block.get("input", {}))}
         calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
     elif kind == "tool_result":
         content = _text(f"{place}.tool_result", block.get("content") or "")
-        results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": content})
+        results.append(
+            {"role": "tool", "tool_call_id": str(block.get("tool_use_id", "")), "content": content}
+        )
     elif kind not in ("thinking", "redacted_thinking"):  # earlier thoughts are not shown to the model again
         refuse(f"{place}: blocks of type {str(kind)[:40]!r} are not supported", "messages")
 
@@ -123,7 +142,11 @@ def _tools(items: list[Any]) -> tuple[dict[str, Any], ...]:
     for i, item in enumerate(items):
         if not isinstance(item, dict) or item.get("type", "custom") != "custom":
             refuse(f"tools[{i}]: only custom tools are supported", "tools")
-        named = {"name": item.get("name"), "description": item.get("description"), "parameters": item.get("input_schema")}
+        named = {
+            "name": item.get("name"),
+            "description": item.get("description"),
+            "parameters": item.get("input_schema"),
+        }
         tools.append({"type": "function", "function": check_function(f"tools[{i}]", named)})
     return tuple(tools)
 
@@ -139,7 +162,7 @@ def _tool_choice(asked: dict[str, Any] | None, tools: tuple[dict[str, Any], ...]
     return read_tool_choice(_CHOICES[kind], tools)
 
 
-# ---- answers --------------------------------------------------------------------------------------------------------------
+# ---- answers -----------------------------------------------------------------------------------------------
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -172,11 +195,15 @@ def tool_use_block(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     try:
         parsed = json.loads(arguments) if arguments else {}
     except ValueError:
-        parsed = {"arguments": arguments}  # the model wrote something that is no JSON: the client sees it as it is
+        parsed = {
+            "arguments": arguments
+        }  # the model wrote something that is no JSON: the client sees it as it is
     return {"type": "tool_use", "id": call_id, "name": name, "input": parsed}
 
 
-def message_object(head: dict[str, Any], content: list[Any], reason: tuple[str | None, str | None], usage: Any) -> Any:
+def message_object(
+    head: dict[str, Any], content: list[Any], reason: tuple[str | None, str | None], usage: Any
+) -> Any:
     return {
         "id": head["id"],
         "type": "message",

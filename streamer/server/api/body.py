@@ -1,4 +1,7 @@
-"""A request's body: strict JSON into a dict, fields read through tables. Whatever is wrong is a ClientError 400."""
+"""A request's body: strict JSON into a dict, fields read through tables.
+
+Whatever is wrong is a ClientError 400.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -54,8 +57,12 @@ def read_fields(body: dict[str, Any], table: Table) -> dict[str, Any]:
             refuse(f"{name} is not supported: {reason}", name, "unsupported_parameter")
     for name, values in table.neutral.items():
         value = body.get(name)
-        if value is not None and not any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in values):
-            refuse(f"{name} is only accepted as {' or '.join(map(repr, values))}", name, "unsupported_parameter")
+        if value is not None and not any(
+            value == v and isinstance(value, bool) == isinstance(v, bool) for v in values
+        ):
+            refuse(
+                f"{name} is only accepted as {' or '.join(map(repr, values))}", name, "unsupported_parameter"
+            )
     values_read = {}
     for field in table.fields:
         value = body.get(field.name)
@@ -63,7 +70,7 @@ def read_fields(body: dict[str, Any], table: Table) -> dict[str, Any]:
     return values_read
 
 
-# ---- checks ------------------------------------------------------------------------------------------------------------
+# ---- checks ------------------------------------------------------------------------------------------------
 
 
 def integer(low: int, high: int) -> Check:

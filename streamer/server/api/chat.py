@@ -3,7 +3,17 @@
 import re
 from typing import Any
 
-from streamer.server.api.body import Field, Table, anything, boolean, integer, mapping, read_fields, refuse, sequence
+from streamer.server.api.body import (
+    Field,
+    Table,
+    anything,
+    boolean,
+    integer,
+    mapping,
+    read_fields,
+    refuse,
+    sequence,
+)
 from streamer.server.api.calls import ChatCall
 from streamer.server.api.results import Entry, Usage, logprob_entry, usage_object
 from streamer.server.api.sampling import MAX_LOGPROBS, NEUTRAL_SAMPLERS, SAMPLING_FIELDS, read_generation
@@ -40,7 +50,9 @@ def read_chat(body: dict[str, Any]) -> ChatCall:
         refuse("messages is missing", "messages", "missing_required_parameter")
     if values["top_logprobs"] is not None and not values["logprobs"]:
         refuse("top_logprobs needs logprobs: true", "top_logprobs")
-    max_tokens = values["max_tokens"] if values["max_completion_tokens"] is None else values["max_completion_tokens"]
+    max_tokens = (
+        values["max_tokens"] if values["max_completion_tokens"] is None else values["max_completion_tokens"]
+    )
     if max_tokens == 0:
         refuse("max_tokens must be at least 1", "max_tokens")
     n_logprobs = (values["top_logprobs"] or 0) if values["logprobs"] else None
@@ -56,7 +68,7 @@ def read_chat(body: dict[str, Any]) -> ChatCall:
     )
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------------
+# ---- messages ----------------------------------------------------------------------------------------------
 
 
 def read_messages(items: list[Any]) -> tuple[dict[str, Any], ...]:
@@ -71,7 +83,9 @@ def _message(place: str, item: Any) -> dict[str, Any]:
     role = "system" if item["role"] == "developer" else item["role"]
     message: dict[str, Any] = {"role": role, "content": read_content(place, item.get("content"))}
     if role == "assistant" and item.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(place, x) for x in sequence(f"{place}.tool_calls", item["tool_calls"])]
+        message["tool_calls"] = [
+            _tool_call(place, x) for x in sequence(f"{place}.tool_calls", item["tool_calls"])
+        ]
     elif message["content"] is None:
         refuse(f"{place}.content is missing", "messages")
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -91,7 +105,9 @@ def read_content(place: str, content: Any) -> str | None:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            refuse(f"{place}.content: parts of type {str(kind)[:40]!r} are not supported, only text", "messages")
+            refuse(
+                f"{place}.content: parts of type {str(kind)[:40]!r} are not supported, only text", "messages"
+            )
         if not isinstance(text, str):
             refuse(f"{place}.content: a part of type {kind} needs its text", "messages")
         texts.append(text)
@@ -109,7 +125,7 @@ def _tool_call(place: str, item: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-# ---- tools ----------------------------------------------------------------------------------------------------------------
+# ---- tools -------------------------------------------------------------------------------------------------
 
 
 def read_tools(items: list[Any] | None) -> tuple[dict[str, Any], ...]:
@@ -170,10 +186,12 @@ def read_template_kwargs(asked: dict[str, Any] | None) -> dict[str, Any]:
     return asked
 
 
-# ---- answers ----------------------------------------------------------------------------------------------------------------
+# ---- answers -----------------------------------------------------------------------------------------------
 
 
-def chat_choice(index: int, message: dict[str, Any], entries: list[Entry] | None, finish: str) -> dict[str, Any]:
+def chat_choice(
+    index: int, message: dict[str, Any], entries: list[Entry] | None, finish: str
+) -> dict[str, Any]:
     return {"index": index, "message": message, "logprobs": chat_logprobs(entries), "finish_reason": finish}
 
 
@@ -192,8 +210,16 @@ def chat_logprobs(entries: list[Entry] | None) -> dict[str, Any] | None:
 
 
 def chat_object(head: dict[str, Any], choices: list[Any], usage: Usage, details: Any) -> dict[str, Any]:
-    return {**head, "object": "chat.completion", "choices": choices, "usage": usage_object(usage), "ggufd": details}
+    return {
+        **head,
+        "object": "chat.completion",
+        "choices": choices,
+        "usage": usage_object(usage),
+        "ggufd": details,
+    }
 
 
-def chunk_choice(index: int, delta: dict[str, Any], entries: list[Entry] | None, finish: str | None) -> dict[str, Any]:
+def chunk_choice(
+    index: int, delta: dict[str, Any], entries: list[Entry] | None, finish: str | None
+) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": chat_logprobs(entries), "finish_reason": finish}

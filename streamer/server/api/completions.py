@@ -6,7 +6,13 @@ from streamer.server.api.body import Field, Table, anything, boolean, integer, r
 from streamer.server.api.calls import CompletionCall
 from streamer.server.api.prompts import read_prompts
 from streamer.server.api.results import Entry, logprob_entry, usage_object
-from streamer.server.api.sampling import MAX_CHOICES, MAX_LOGPROBS, NEUTRAL_SAMPLERS, SAMPLING_FIELDS, read_generation
+from streamer.server.api.sampling import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    NEUTRAL_SAMPLERS,
+    SAMPLING_FIELDS,
+    read_generation,
+)
 
 TABLE = Table(
     fields=(
@@ -32,18 +38,24 @@ def read_completion(body: dict[str, Any]) -> CompletionCall:
         refuse("best_of is only accepted when it equals n", "best_of", "unsupported_parameter")
     if len(prompts) * values["n"] > MAX_CHOICES:
         refuse(f"prompts times n may be at most {MAX_CHOICES}", "n")
-    max_tokens = values["max_tokens"] if values["max_completion_tokens"] is None else values["max_completion_tokens"]
+    max_tokens = (
+        values["max_tokens"] if values["max_completion_tokens"] is None else values["max_completion_tokens"]
+    )
     generation = read_generation(values, max_tokens=max_tokens, n_logprobs=values["logprobs"])
     return CompletionCall(generation, prompts, values["echo"], values["model"])
 
 
-def completion_choice(index: int, text: str, entries: list[Entry] | None, finish: str | None, offset: int = 0) -> Any:
+def completion_choice(
+    index: int, text: str, entries: list[Entry] | None, finish: str | None, offset: int = 0
+) -> Any:
     logprobs = None if entries is None else legacy_logprobs(entries, offset)
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
 def legacy_logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
-    """OpenAI's parallel lists, plus `content` with one object (and its `id`) a token, as llama-server has it."""
+    """OpenAI's parallel lists, plus `content` with one object (and its `id`) a token, as llama-server has
+    it.
+    """
     offsets = []
     for entry in entries:
         offsets.append(offset)
@@ -59,4 +71,10 @@ def legacy_logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
 
 
 def completion_object(head: dict[str, Any], choices: list[Any], usage: Any, details: Any) -> dict[str, Any]:
-    return {**head, "object": "text_completion", "choices": choices, "usage": usage_object(usage), "ggufd": details}
+    return {
+        **head,
+        "object": "text_completion",
+        "choices": choices,
+        "usage": usage_object(usage),
+        "ggufd": details,
+    }

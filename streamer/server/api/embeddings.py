@@ -40,11 +40,15 @@ def normalised(values: Sequence[float]) -> list[float]:
     return [x / length for x in values] if length > 0 else list(values)
 
 
-def embedding_object(call: EmbeddingCall, vectors: Sequence[Sequence[float]], n_tokens: int, model: str) -> Any:
+def embedding_object(
+    call: EmbeddingCall, vectors: Sequence[Sequence[float]], n_tokens: int, model: str
+) -> Any:
     data = []
     for index, vector in enumerate(vectors):
         values = normalised(vector)
-        packed = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode() if call.base64 else values
+        packed = (
+            base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode() if call.base64 else values
+        )
         data.append({"object": "embedding", "index": index, "embedding": packed})
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     return {"object": "list", "data": data, "model": model, "usage": usage}

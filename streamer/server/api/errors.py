@@ -1,4 +1,7 @@
-"""Error bodies: OpenAI's object, llama-server's loading bytes, Anthropic's shape. Nothing internal ever gets in."""
+"""Error bodies: OpenAI's object, llama-server's loading bytes, Anthropic's shape.
+
+Nothing internal ever gets in.
+"""
 
 from typing import Any
 
@@ -37,7 +40,12 @@ ANTHROPIC_TYPES = {
 
 def error_object(status: int, message: str, **members: Any) -> dict[str, Any]:
     """`members` replace or add to type, param and code."""
-    error = {"message": message, "type": DEFAULT_TYPES.get(status, "server_error"), "param": None, "code": status}
+    error = {
+        "message": message,
+        "type": DEFAULT_TYPES.get(status, "server_error"),
+        "param": None,
+        "code": status,
+    }
     return {"error": error | members}
 
 
@@ -46,7 +54,9 @@ def error_body(error: ClientError) -> bytes:
         return LOADING_BODY
     code = error.status if error.code is None else error.code
     kind = DEFAULT_TYPES[error.status] if error.type == "invalid_request_error" else error.type
-    return encode(error_object(error.status, error.message, type=kind, param=error.param, code=code, **error.extra))
+    return encode(
+        error_object(error.status, error.message, type=kind, param=error.param, code=code, **error.extra)
+    )
 
 
 def anthropic_error_body(error: ClientError) -> bytes:

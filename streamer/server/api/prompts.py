@@ -9,7 +9,7 @@ Prompt = str | tuple[int, ...]
 
 
 def read_prompts(name: str, value: Any) -> tuple[Prompt, ...]:
-    """"text" | [ids] | ["text", ...] | [[ids], ...]. Empty lists and other mixtures are refused."""
+    """ "text" | [ids] | ["text", ...] | [[ids], ...]. Empty lists and other mixtures are refused."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:

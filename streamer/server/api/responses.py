@@ -1,10 +1,30 @@
-"""POST /v1/responses: OpenAI's newer body to ChatCall, results to its response object (text and function tools)."""
+"""POST /v1/responses.
+
+OpenAI's newer body to ChatCall, results to its response object (text and function tools).
+"""
 
 from typing import Any
 
-from streamer.server.api.body import Field, Table, anything, boolean, integer, mapping, read_fields, refuse, sequence, string
+from streamer.server.api.body import (
+    Field,
+    Table,
+    anything,
+    boolean,
+    integer,
+    mapping,
+    read_fields,
+    refuse,
+    sequence,
+    string,
+)
 from streamer.server.api.calls import ChatCall
-from streamer.server.api.chat import check_function, read_content, read_messages, read_template_kwargs, read_tool_choice
+from streamer.server.api.chat import (
+    check_function,
+    read_content,
+    read_messages,
+    read_template_kwargs,
+    read_tool_choice,
+)
 from streamer.server.api.results import Usage
 from streamer.server.api.sampling import NEUTRAL_SAMPLERS, SAMPLING_FIELDS, read_generation
 
@@ -62,7 +82,10 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
 
 
 def _item(place: str, item: Any, messages: list[dict[str, Any]]) -> None:
-    """Message items as they are; function calls join the assistant's turn, their outputs are tool messages."""
+    """Message items as they are.
+
+    Function calls join the assistant's turn, their outputs are tool messages.
+    """
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         messages.append({"role": item.get("role"), "content": read_content(place, item.get("content"))})
@@ -88,7 +111,7 @@ def _tools(items: list[Any]) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-# ---- answers --------------------------------------------------------------------------------------------------------------
+# ---- answers -----------------------------------------------------------------------------------------------
 
 
 def message_item(item_id: str, text: str | None, status: str) -> dict[str, Any]:
@@ -105,7 +128,9 @@ def reasoning_item(item_id: str, text: str) -> dict[str, Any]:
     return {"type": "reasoning", "id": item_id, "summary": [], "content": content, "status": "completed"}
 
 
-def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str = "completed") -> dict[str, Any]:
+def call_item(
+    item_id: str, call_id: str, name: str, arguments: str, status: str = "completed"
+) -> dict[str, Any]:
     return {
         "type": "function_call",
         "id": item_id,
@@ -116,7 +141,9 @@ def call_item(item_id: str, call_id: str, name: str, arguments: str, status: str
     }
 
 
-def response_object(head: dict[str, Any], call: ChatCall, output: list[Any], status: str, usage: Usage | None) -> Any:
+def response_object(
+    head: dict[str, Any], call: ChatCall, output: list[Any], status: str, usage: Usage | None
+) -> Any:
     """`status`: in_progress | completed | incomplete | failed."""
     sampling = call.generation.sampling
     return {
