@@ -177,6 +177,9 @@ def split_host_port(text: str) -> tuple[str, int]:
 # ---- the table ---------------------------------------------------------------------------------------------
 
 
+KV_TYPES = ("auto", "f32", "f16", "bf16", "fp8_e4m3", "int8")
+
+
 @dataclass(frozen=True)
 class Option:
     """One row: the field of Config, how its value is read, and what `--help` says.
@@ -210,33 +213,18 @@ OPTIONS: tuple[Option, ...] = (
     Option("socket_mode", _mode, "mode of the socket file, from its birth [0660]", "MODE"),
     Option("socket_group", _text, "group that owns the socket file", "GROUP"),
     Option("device", _device, "auto, host, cuda or cuda:N [auto]", "NAME"),
-    Option("ctx", _integer(0, 1 << 24), "tokens a sequence may have; 0: the model's own, at most 8192", "N"),
+    Option("ctx", _integer(0, 1 << 24), "tokens a sequence; 0: the model's own, at most 8192", "N"),
     Option("max_sequences", _integer(0, 4096), "sequences that run at once; 0: by device", "N"),
     Option("batch_tokens", _integer(0, 1 << 20), "tokens of one step; 0: by device", "N"),
-    Option(
-        "kv_type",
-        _choice("auto", "f32", "f16", "bf16", "fp8_e4m3", "int8"),
-        "type of cached keys and values",
-        "TYPE",
-    ),
-    Option(
-        "transfer", _choice("auto", "ring", "window", "touch"), "auto, ring, window or touch [auto]", "NAME"
-    ),
+    Option("kv_type", _choice(*KV_TYPES), "type of cached keys and values [auto]", "TYPE"),
+    Option("transfer", _choice("auto", "ring", "window", "touch"), "how weights move [auto]", "NAME"),
     Option("ring_mib", _integer(1, 4096), "pinned memory of the staging ring [128]", "N"),
-    Option("touch_threads", _integer(0, 256), "threads that touch and stage pages; 0: by machine", "N"),
+    Option("touch_threads", _integer(0, 256), "threads that touch and stage; 0: by machine", "N"),
     Option("verify", _boolean, "prove that device bytes equal the file's bytes before READY"),
     Option("keep_registered", _boolean, "keep the file's pages registered for a fast reload"),
     Option("prefix_cache", _boolean, "reuse the cached beginning of a prompt [on]"),
-    Option(
-        "listen", _listen, "also serve on TCP; needs --api-key-file, or loopback and --no-auth", "HOST:PORT"
-    ),
-    Option(
-        "api_key_file",
-        _text,
-        "file with the keys that TCP clients must send, one a line",
-        "FILE",
-        reloadable=True,
-    ),
+    Option("listen", _listen, "also serve on TCP; needs a key, or loopback and --no-auth", "HOST:PORT"),
+    Option("api_key_file", _text, "keys that TCP clients must send, one a line", "FILE", reloadable=True),
     Option("no_auth", _boolean, "TCP on a loopback address without a key"),
     Option("allow_host", _texts, "further Host names answered on TCP", "NAME,..."),
     Option("allow_uid", _integers, "only these users may connect to the socket", "UID,..."),
@@ -244,50 +232,24 @@ OPTIONS: tuple[Option, ...] = (
     Option("alias", _text, "the model's name in /v1/models [the file's name]", "NAME"),
     Option("trace", _text, "write a Chrome trace of the load", "FILE"),
     Option(
-        "drain_timeout",
-        _seconds(0),
-        "how long running requests may finish after SIGTERM [30]",
-        "S",
-        reloadable=True,
+        "drain_timeout", _seconds(0), "how long requests may finish after SIGTERM [30]", "S", reloadable=True
     ),
-    Option(
-        "max_queue", _integer(1, 65536), "requests that may wait; more get 429 [256]", "N", reloadable=True
-    ),
+    Option("max_queue", _integer(1, 65536), "requests that may wait; more get 429 [256]", "N"),
     Option("max_body_mib", _integer(1, 1024), "largest request body [16]", "N", reloadable=True),
-    Option(
-        "max_connections",
-        _integer(1, 65536),
-        "connections at once; more get 503 [1024]",
-        "N",
-        reloadable=True,
-    ),
+    Option("max_connections", _integer(1, 65536), "more get 503 [1024]", "N", reloadable=True),
     Option("header_timeout", _seconds(0.1), "time for a request's header [10]", "S", reloadable=True),
     Option("body_timeout", _seconds(0.1), "time for a request's body [60]", "S", reloadable=True),
-    Option("queue_timeout", _seconds(0.1), "longest wait in the queue [300]", "S", reloadable=True),
+    Option("queue_timeout", _seconds(0.1), "longest wait in the queue [300]", "S"),
     Option("request_timeout", _seconds(0), "longest life of a request; 0: none", "S", reloadable=True),
-    Option(
-        "write_timeout",
-        _seconds(0.1),
-        "a reader that takes nothing this long is dropped [60]",
-        "S",
-        reloadable=True,
-    ),
-    Option(
-        "keepalive_interval",
-        _seconds(0.05),
-        "SSE comments while nothing else is sent [10]",
-        "S",
-        reloadable=True,
-    ),
+    Option("write_timeout", _seconds(0.1), "slower readers are dropped [60]", "S", reloadable=True),
+    Option("keepalive_interval", _seconds(0.05), "SSE comments in a pause [10]", "S", reloadable=True),
     Option("template_timeout", _seconds(0.05, 600), "time for rendering a chat template [5]", "S"),
     Option("log_format", _choice("kv", "json"), "kv or json [kv]", "NAME"),
     Option("log_level", _choice("debug", "info", "warning", "error"), "[info]", "NAME", reloadable=True),
     Option("log_prompts", _boolean, "write the text of prompts into the log"),
     Option("debug", _boolean, "tracebacks, and the event loop's own checks"),
-    Option(
-        "blas_threads", _integer(0, 1024), "threads of matrix products on the host device; 0: by machine", "N"
-    ),
-    Option("host_link_bytes_per_s", _seconds(0, 1e15), "simulated link of the host device", "N", hidden=True),
+    Option("blas_threads", _integer(0, 1024), "threads of host matrix products; 0: by machine", "N"),
+    Option("host_link_bytes_per_s", _seconds(0, 1e15), "simulated host link", "N", hidden=True),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALIASES = {"host_link_rate": "host_link_bytes_per_s"}
