@@ -119,10 +119,12 @@ class Ledger:
     def fail(self, error: BaseException) -> None:
         """The load has failed; waiters get the error. The first one stays."""
         with self._lock:
-            if self._error is not None:
+            if self._cause is not None:
                 return
-            self._error = load_error(error)
-            self._cause = error if isinstance(error, Exception) else ResidencyError("the load was cancelled")
+            if isinstance(error, Exception):
+                self._error, self._cause = load_error(error), error
+            else:
+                self._cause = ResidencyError("the load was cancelled")  # nobody's fault: no error to show
             self._ended_s = self._clock()
             for account in self._accounts:
                 if account.state not in ON_DEVICE:
@@ -195,7 +197,7 @@ class Ledger:
     # ---- questions
 
     def segment_event(self, segment: int) -> Event | None:
-        """Device work that needs the segment waits for this event; None while its copies are not all queued."""
+        """What device work that needs the segment waits for; None while its copies are not all queued."""
         with self._lock:
             return self._events.get(segment)
 
@@ -207,7 +209,7 @@ class Ledger:
             return known if events and len(known) == len(events) else None
 
     async def wait_resident(self, layer: int | None = None) -> None:
-        """Return once the layer (None: everything) is resident. Raises what the load failed with."""
+        """Return once the layer (None: everything) is resident; raise what the load failed with."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._cause is not None:

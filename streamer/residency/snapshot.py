@@ -1,8 +1,8 @@
-"""The account as values: what the ledger says at one moment, and its JSON form for routes, bars and STATUS lines."""
+"""The account as values: what the ledger says at one moment, and its JSON form for routes and bars."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from streamer.errors import GgufdError
 from streamer.residency.state import Phase, State
@@ -82,7 +82,7 @@ def load_error(error: BaseException) -> LoadError:
 def to_json(
     residency: Residency, *, h2d_load: int, h2d_serve: int, with_layers: bool = False
 ) -> dict[str, object]:
-    """The residency object of the HTTP routes. `h2d_*`: weight bytes through the device's one door, by phase."""
+    """The residency object of the HTTP routes. `h2d_*`: weight bytes through the one door, by phase."""
     r = residency
     error = r.error
     json: dict[str, object] = {
@@ -106,9 +106,7 @@ def to_json(
         "verified": r.verified,
         "weight_h2d_bytes_load": h2d_load,
         "weight_h2d_bytes_serve": h2d_serve,
-        "error": None
-        if error is None
-        else {"message": error.message, "type": error.type, "code": error.code},
+        "error": None if error is None else asdict(error),
     }
     if with_layers:
         json["layers"] = [_layer_json(layer) for layer in r.layers]
