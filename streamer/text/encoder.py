@@ -1,13 +1,16 @@
 """Text to ids over the `tokenizers` library. Imported by the encoder's own process, so it imports little.
 
-Building holds the interpreter lock for 0.05-0.6 s (the library builds its tables in one call), which is why big
-vocabularies are encoded in a process of their own (encoder_process.py); encoding releases it.
+Building holds the interpreter lock for up to 0.6 s (the library builds its tables in one call), which is why
+big vocabularies are encoded in a process of their own (encoder_process.py). Encoding releases it.
 """
 
+import itertools
+import marshal
 import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -20,6 +23,8 @@ PIECE_CHARS = (
 _SOFT_CUT = re.compile(r"[A-Za-z] (?=[A-Za-z])")  # every splitter of the table starts a word at such a space
 _MAX_SPLIT_EXCEPTIONS = 64
 
+_BLOCK_STRINGS = 1 << 15
+
 Segment = tuple[str, bool]  # text, and whether the names of control tokens in it become those tokens
 
 
@@ -31,10 +36,32 @@ class EncoderSpec:
     pre: str
     tokens: list[str]
     types: bytes  # one a token
-    scores: list[float]  # spm
+    scores: bytes  # float32, one a token; spm
     merges: list[str]  # bpe
     add_space_prefix: bool
     unk_id: int  # -1: none
+
+    def blocks(self) -> Iterator[bytes]:
+        """The spec as bytes, in blocks small enough that none holds the interpreter lock for long."""
+        head = (self.kind, self.pre, self.types, self.scores, self.add_space_prefix, self.unk_id)
+        yield marshal.dumps(head)
+        for strings in (self.tokens, self.merges):
+            yield marshal.dumps(len(strings))
+            for start in range(0, len(strings), _BLOCK_STRINGS):
+                yield marshal.dumps(strings[start : start + _BLOCK_STRINGS])
+
+    @staticmethod
+    def load(file: BinaryIO) -> "EncoderSpec":
+        """The spec whose blocks a file holds."""
+        kind, pre, types, scores, add_space_prefix, unk_id = marshal.load(file)
+        lists: list[list[str]] = []
+        for _ in range(2):
+            strings: list[str] = []
+            n = marshal.load(file)
+            while len(strings) < n:
+                strings += marshal.load(file)
+            lists.append(strings)
+        return EncoderSpec(kind, pre, lists[0], types, scores, lists[1], add_space_prefix, unk_id)
 
 
 class Encoder:
@@ -56,8 +83,11 @@ class Encoder:
             model.ignore_merges = False
         self._spaced = [t for t in defined + control if _SOFT_CUT.search(t)]
 
+    def close(self) -> None:
+        """Nothing to end: it lives in this process."""
+
     def encode(self, segments: Sequence[Segment]) -> "array[int]":
-        """Ids of the segments one after the other. Linear in the text's length; memory bounded beyond the ids."""
+        """Ids of the segments in order. Linear in the text's length; memory bounded beyond the ids."""
         ids = array("I")
         for text, parse_special in segments:
             for piece, continues in self._pieces(text):
@@ -71,7 +101,7 @@ class Encoder:
         return ids
 
     def _pieces(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Cuts long text where a word begins; inside a word only if 64 Ki characters go by without a space."""
+        """Cuts long text where a word begins; inside a word only where none begins for 64 Ki characters."""
         start = 0
         while len(text) - start > PIECE_CHARS:
             cut = self._cut(text, start + PIECE_CHARS // 2, start + PIECE_CHARS)
@@ -139,26 +169,28 @@ def _bpe_model(spec: EncoderSpec, names: list[str]) -> models.BPE:
 
 def _spm_model(spec: EncoderSpec, names: list[str]) -> models.BPE:
     """SentencePiece's BPE: any two neighbours whose join is a token merge, the best score first."""
-    vocab = {name: i for i, name in enumerate(names)}
     parts = {name for name, k in zip(names, spec.types, strict=True) if k in (NORMAL, USER_DEFINED)}
-    ranked = []
-    for i, name in enumerate(names):
+    worst_first = array("f", spec.scores).tolist()
+    merges: list[tuple[str, str]] = []
+    for i in sorted(range(len(names)), key=worst_first.__getitem__, reverse=True):
+        name = names[i]
         if name in parts:
-            score = -spec.scores[i]
             for cut in range(1, len(name)):
-                if name[:cut] in parts and name[cut:] in parts:
-                    ranked.append((score, vocab[name[:cut]], vocab[name[cut:]], name[:cut], name[cut:]))
-    ranked.sort()
+                left = name[:cut]
+                if left in parts:
+                    right = name[cut:]
+                    if right in parts:
+                        merges.append((left, right))
+    vocab = {name: i for i, name in enumerate(names)}
     unk = names[spec.unk_id] if spec.unk_id >= 0 else None
-    merges = [(left, right) for _, _, _, left, right in ranked]
     return models.BPE(vocab, merges, unk_token=unk, fuse_unk=False, byte_fallback=True)
 
 
 def _spm_splits(spec: EncoderSpec) -> list[pre_tokenizers.PreTokenizer]:
-    """Cuts that no merge can cross, so that the library merges short words (and caches them) instead of one long one.
+    """Cuts that no merge can cross, so that the library merges and caches short words, not one long one.
 
-    A space mark begins a word unless some token has it after the character before; a newline stands alone unless some
-    token has it beside another character.
+    A space mark begins a word unless some token has it after the character before; a newline stands alone
+    unless some token has it beside another character.
     """
     before_mark: set[str] = set()
     newline_joins = False
@@ -166,7 +198,7 @@ def _spm_splits(spec: EncoderSpec) -> list[pre_tokenizers.PreTokenizer]:
         if kind not in (NORMAL, USER_DEFINED) or len(token) < 2:
             continue
         if "▁" in token[1:]:
-            before_mark.update(a for a, b in zip(token, token[1:], strict=False) if b == "▁" and a != "▁")
+            before_mark.update(a for a, b in itertools.pairwise(token) if b == "▁" and a != "▁")
         newline_joins = newline_joins or ("\n" in token and token.strip("\n") != "")
     splits: list[pre_tokenizers.PreTokenizer] = []
     if not newline_joins:
@@ -175,3 +207,27 @@ def _spm_splits(spec: EncoderSpec) -> list[pre_tokenizers.PreTokenizer]:
         exceptions = "".join(f"\\x{{{ord(c):x}}}" for c in sorted(before_mark))
         splits.append(pre_tokenizers.Split(Regex(rf"(?<=[^▁{exceptions}])▁"), "merged_with_next"))
     return splits
+
+
+def bytes_of_token(spm: bool, text: str, kind: int) -> bytes:
+    """The exact bytes a token stands for; a control or user-defined token's are its name."""
+    if kind == BYTE:
+        return bytes([int(text[3:5], 16)])
+    if kind not in (0, NORMAL, UNUSED):
+        return text.encode()
+    if spm:
+        return text.replace("▁", " ").encode()
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, text))
+    except KeyError:  # not written in the byte alphabet
+        return text.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's choice)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

@@ -1,7 +1,7 @@
 """How byte-level BPE text is cut into words before merging: one row a `tokenizer.ggml.pre` name.
 
-The split expressions are those of the models' published tokenizer.json files (Oniguruma syntax), applied one after
-the other; text between matches is a word too. Names and flags are those that GGUF converters write.
+The split expressions are those of the models' published tokenizer.json files (Oniguruma syntax), applied one
+after the other; text between matches is a word too. Names and flags are those that GGUF converters write.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 
 def _words(digits: str, *, letter: str = r"\p{L}", symbol: str = r"[^\s\p{L}\p{N}]+[\r\n]*") -> str:
-    """The family that began with cl100k: contractions, words with one leading sign, digit groups, signs, spaces."""
+    """The family of cl100k: contractions, words with one leading sign, digit groups, signs, spaces."""
     return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{letter}+|{digits}| ?{symbol}|{_SPACES}"
 
 
 def _cased(digits: str, contraction: str) -> str:
-    """The family that began with o200k: words break where lower case meets upper case."""
+    """The family of o200k: words break where lower case meets upper case."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -43,7 +43,7 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """`patterns` in the order they are applied; `ignore_merges`: a whole word of the vocabulary is taken as it is."""
+    """`patterns` in the order they are applied; `ignore_merges`: a word that is a token is taken as it is."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False

@@ -1,5 +1,6 @@
 """The tokenizer of a model: ids, bytes, control tokens. Built from metadata alone."""
 
+import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -7,19 +8,25 @@ from typing import Protocol
 
 import numpy as np
 
-from streamer.errors import ClientError
-from streamer.text.encoder import Encoder, EncoderSpec, Segment
-from streamer.text.vocabulary import BYTE, NORMAL, SPACE_MARK, UNUSED, Vocabulary, read_vocabulary
+from streamer.errors import ClientError, GGUFError
+from streamer.text.encoder import Encoder, EncoderSpec, Segment, bytes_of_token
+from streamer.text.encoder_process import EncoderProcess
+from streamer.text.vocabulary import Vocabulary, read_vocabulary
+
+_BLOCK_IDS = 1 << 16
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_LOCAL = 20_000  # tokens and merges; building more here would hold the interpreter lock for over 20 ms
 
 
 class Encodes(Protocol):
     """Encodes here or in another process."""
 
     def encode(self, segments: Sequence[Segment]) -> "array[int]": ...
+    def close(self) -> None: ...
 
 
 class Tokenizer:
-    """Text to ids and back. Thread-safe. `encode` may wait for another process: call it from a thread for long text."""
+    """Text to ids and back. Thread-safe. `encode` waits for its process: use a thread for long text."""
 
     def __init__(self, vocabulary: Vocabulary, encoder: Encodes) -> None:
         self.vocabulary = vocabulary
@@ -40,6 +47,10 @@ class Tokenizer:
             f"Tokenizer(kind={v.kind}, pre={v.pre}, n_tokens={self.n_tokens}, end_ids={sorted(self.end_ids)})"
         )
 
+    def close(self) -> None:
+        """Ends the encoder's process, if any. Idempotent; also happens when nothing refers to it."""
+        self._encoder.close()
+
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`. `add_special`: beginning (and end) token as the model wants it, never a second time.
 
@@ -49,8 +60,10 @@ class Tokenizer:
 
     def encode_segments(self, segments: Sequence[Segment], *, add_special: bool = True) -> list[int]:
         """Ids of segments that are trusted (True) or not (False), in order; each is merged on its own."""
-        segments = [(_scalar_values(text), parse) for text, parse in segments]
-        ids = self._encoder.encode(segments).tolist()
+        found = self._encoder.encode([(_scalar_values(text), parse) for text, parse in segments])
+        ids: list[int] = []
+        for start in range(0, len(found), _BLOCK_IDS):  # not in one call, which would hold the lock
+            ids += found[start : start + _BLOCK_IDS]
         if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         if add_special and self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]:
@@ -60,7 +73,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD. `special`: control tokens are shown by name.
 
-        The space that `encode` put before an SPM text's first word is taken away. ClientError 400 for unknown ids.
+        The space that `encode` put before an SPM text's first word is taken away. ClientError 400 for
+        unknown ids.
         """
         shown = [i for i in ids if special or not self.is_control(i)]
         data = b"".join(map(self.token_bytes, shown))
@@ -72,7 +86,9 @@ class Tokenizer:
         """The exact bytes of one token; a control token's are its name. ClientError 400 for an unknown id."""
         data = self._bytes.get(token_id)
         if data is None:
-            data = self._bytes[token_id] = self._token_bytes(self._checked(token_id))
+            text, kind = self.token_text(token_id), int(self.vocabulary.types[token_id])
+            data = bytes_of_token(self.vocabulary.kind == "spm", text, kind)
+            self._bytes[token_id] = data
         return data
 
     def token_text(self, token_id: int) -> str:
@@ -97,25 +113,21 @@ class Tokenizer:
             raise ClientError(400, f"token id {token_id} is outside the vocabulary of {self.n_tokens}")
         return token_id
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        text, kind = self.vocabulary.tokens[token_id], self.vocabulary.types[token_id]
-        if kind == BYTE:
-            return bytes([int(text[3:5], 16)])
-        if kind not in (0, NORMAL, UNUSED):
-            return text.encode()
-        if self.vocabulary.kind == "spm":
-            return text.replace(SPACE_MARK, " ").encode()
-        try:
-            return bytes(map(_BYTE_OF.__getitem__, text))
-        except KeyError:  # not written in the byte alphabet
-            return text.encode()
-
 
 def build_tokenizer(metadata: Mapping[str, object], *, path: str = "model") -> Tokenizer:
-    """The tokenizer that `tokenizer.ggml.*` describes. Blocking; raises GGUFError naming the key at fault."""
+    """The tokenizer that `tokenizer.ggml.*` describes. Raises GGUFError naming the key at fault.
+
+    Blocks for up to a second or two of CPU, nearly all of it in another process when the vocabulary is big:
+    the interpreter lock is held for tens of milliseconds at most.
+    """
     vocabulary = read_vocabulary(metadata, path)
     spec = encoder_spec(vocabulary)
-    return Tokenizer(vocabulary, Encoder(spec))
+    try:
+        if len(spec.tokens) + len(spec.merges) <= _MAX_LOCAL:
+            return Tokenizer(vocabulary, Encoder(spec))
+        return Tokenizer(vocabulary, EncoderProcess(spec))
+    except ValueError as error:
+        raise GGUFError(path, "tokenizer.ggml.tokens", f"no encoder can be built: {error}") from error
 
 
 def encoder_spec(vocabulary: Vocabulary) -> EncoderSpec:
@@ -125,7 +137,7 @@ def encoder_spec(vocabulary: Vocabulary) -> EncoderSpec:
         pre=vocabulary.pre,
         tokens=list(vocabulary.tokens),
         types=vocabulary.types.astype(np.uint8).tobytes(),
-        scores=[] if scores is None else scores.tolist(),
+        scores=b"" if scores is None else scores.astype(np.float32).tobytes(),
         merges=list(vocabulary.merges),
         add_space_prefix=vocabulary.add_space_prefix,
         unk_id=vocabulary.special_ids.get("unk", -1),
@@ -134,18 +146,6 @@ def encoder_spec(vocabulary: Vocabulary) -> EncoderSpec:
 
 def _scalar_values(text: str) -> str:
     """The text without lone surrogates (JSON can spell them), which are no characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's choice)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
+    if text.isascii() or not _SURROGATE.search(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -20,12 +20,23 @@ _NO_ID = 0xFFFFFFFF  # some converters write "none" as -1 in an unsigned key
 
 # Tokens that end a turn or an answer whatever type the file gives them ...
 _END_NAMES = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|>"
-    " <|end_of_text|> <|end_of_turn|> <end_of_utterance> <turn|> <｜end▁of▁sentence｜> [e~[".split()
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<end_of_turn>",
+    }
+    | {"<|endoftext|>", "<|eom_id|>", "<|end_of_text|>", "<|end_of_turn|>", "<end_of_utterance>", "<turn|>"}
+    | {"<｜end▁of▁sentence｜>", "[e~["}
 )
-# ... and those that may be ordinary text (</s> is also HTML) unless the file says that they are control tokens.
+# ... and those that may be ordinary text (</s> is also HTML) unless the file says they are control tokens.
 _CONTROL_END_NAMES = frozenset(
-    "</s> <eos> <EOT> _<EOT> [EOT] [EOS] <|fim_pad|> <|fim_repo|> <|repo_name|> <|file_sep|>".split()
+    {"</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"}
+    | {"<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>"}
 )
 _SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown"}
 _UNUSED_SPECIAL_KEYS = ("padding", "seperator", "mask")
