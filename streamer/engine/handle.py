@@ -4,7 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
+from streamer.engine.refusals import NotServing, PromptTooLong, QueueFull
 from streamer.engine.request import Event, FinishEvent, FinishReason, Request
+
+__all__ = ["Handle", "NotServing", "PromptTooLong", "QueueFull", "deliver_all"]
 
 
 class Handle:

@@ -48,6 +48,6 @@ def _next_mask(constraint: Constraint, token_id: int | None) -> Mask:
 
 def wait_for_masks(sequences: Iterable[Sequence], *, every: bool) -> None:
     """Block until one (or `every` one) of the masks under way is there."""
-    pending = [s.mask for s in sequences if s.mask is not None and not s.mask.done()]
+    pending = [s.mask for s in sequences if s.mask is not None and not s.knows_mask]
     if pending:
         wait(pending, return_when="ALL_COMPLETED" if every else FIRST_COMPLETED)

@@ -2,7 +2,8 @@
 
 Model: a step takes `base` (decode rows alone: it reads the weights once, whatever the batch) plus `row_cost`
 for each prefill row. While streams decode, a step may last `slack` x base; with many short prompts waiting it
-may last longer, because then first tokens are what people wait for.
+may last longer, because then first tokens are what people wait for. A step of prefill alone costs a `base` of its own, so that where
+steps alternate a stream's token can come (1 + slack) x base after the last one.
 """
 
 SHORT_PROMPT = 512  # rows: prompts of at most this length count one each, all longer ones together as one
@@ -21,12 +22,12 @@ class Pacer:
         """A step with so many rows of each kind kept the device busy for `duration_s`."""
         if not n_prefill:
             self.base_s = _smooth(self.base_s, duration_s)
-        elif not n_decode:
-            self.row_cost_s = _smooth(self.row_cost_s, duration_s / n_prefill)
-        elif self.base_s is not None:
-            self.row_cost_s = _smooth(self.row_cost_s, max(0.0, duration_s - self.base_s) / n_prefill)
-            if n_prefill <= self._min_rows:  # nearly a decode step: follow when no pure one comes for long
-                self.base_s = _smooth(self.base_s, min(duration_s, self._slack * self.base_s))
+        elif n_decode and self.base_s is None:
+            if n_prefill <= self._min_rows:  # nearly a decode step
+                self.base_s = duration_s
+        else:
+            beyond_s = max(0.0, duration_s - self.base_s) if self.base_s is not None else duration_s
+            self.row_cost_s = _smooth(self.row_cost_s, beyond_s / n_prefill)
 
     def prefill_rows(self, n_decode: int, n_short: int) -> int:
         """Rows for prefill beside `n_decode` rows in the next step; `n_short`: short prompts not done."""

@@ -30,7 +30,7 @@ class SamplingParameters:
 
 
 class Constraint(Protocol):
-    """Restricts the next id (llguidance behind it, in text/). Used by one request, from one thread at a time."""
+    """Restricts the next id (llguidance behind it, in text/). Used by one request, one thread at a time."""
 
     def mask(self) -> bytes | None:
         """Packed little-endian uint32 bits over the vocabulary, or None when everything is allowed."""
@@ -42,7 +42,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. `n` > 1 becomes several requests with the same `prompt_ids` (pages are shared)."""
+    """One sequence to generate. `n` > 1 becomes several requests with equal `prompt_ids`: they share pages."""
 
     id: str
     prompt_ids: Sequence[int]

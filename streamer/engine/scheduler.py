@@ -16,11 +16,11 @@ not wait for a long one, and the long one always advances.
 """
 
 import bisect
-from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 
 from streamer.cache.pages import PageName, PagePool
 from streamer.cache.snapshots import SnapshotTable
+from streamer.engine.chunking import divide_rows
 from streamer.engine.sequence import NOWHERE, Sequence
 
 BYPASS_LIMIT = 32
@@ -129,7 +129,8 @@ class Scheduler:
             plan.decode = ready
         if wants_prefill:
             rows = min(prefill_rows, self.policy.max_rows - len(plan.decode))
-            plan.prefill = self._divide(begun, rows, self.policy.max_logit_rows - len(plan.decode))
+            logit_rows = self.policy.max_logit_rows - len(plan.decode)
+            plan.prefill = divide_rows(begun, rows, logit_rows, self.pool.page_size)
         return plan
 
     @staticmethod
@@ -139,7 +140,7 @@ class Scheduler:
             and s.goal > s.n_prompt
             and not s.exhausted
             and s.paused_since_s is None
-            and not (s.late and (s.in_flight or (s.mask is not None and not s.mask.done())))
+            and not (s.late and (s.in_flight or not s.knows_mask))
         )
 
     def _choose_hidden(self, begun: list[Sequence], ready: list[Sequence]) -> bool:
@@ -186,7 +187,7 @@ class Scheduler:
     # ---- admission ----
 
     def _admit(self, plan: StepPlan) -> None:
-        if not self.waiting or not self._slots:
+        if not self.waiting or not (self._slots or any(s.paused_since_s is not None for s in self.running)):
             return
         n_begun = sum(1 for s in self.running if _can_prefill(s))
         oldest = min(self.waiting, key=lambda s: s.arrival)
@@ -194,17 +195,25 @@ class Scheduler:
         if oldest.bypassed >= BYPASS_LIMIT:
             queue = [oldest, *(s for s in queue if s is not oldest)]
         for sequence in queue:
-            if not self._slots or n_begun >= MAX_PREFILLING:
+            if n_begun >= MAX_PREFILLING:
                 return
-            if sequence.paused_since_s is not None or sequence.steps_in_flight:
+            if sequence.paused_since_s is not None or sequence.steps_in_flight or not sequence.knows_mask:
                 continue  # not now, and nobody waits for it
             usable = self._usable_names(sequence)
             if self._is_under_way(usable):
                 continue
-            if not self._start(sequence, usable, plan):
-                return
+            while not self._start(sequence, usable, plan):
+                if not self._preempt_a_paused_one():
+                    return
             n_begun += 1
             oldest.bypassed += not oldest.is_running
+
+    def _preempt_a_paused_one(self) -> bool:
+        """Those whose readers are slow keep nobody waiting."""
+        paused = [s for s in self.running if s.paused_since_s is not None]
+        if paused:
+            self._preempt(max(paused, key=lambda s: s.rank))
+        return bool(paused)
 
     def _usable_names(self, s: Sequence) -> list[PageName]:
         """Names of the pages it may take from the cache: at least one row is computed, so that there are
@@ -228,7 +237,9 @@ class Scheduler:
         return False
 
     def _start(self, sequence: Sequence, usable: list[PageName], plan: StepPlan) -> bool:
-        """Give it a slot and pages for all its known ids. False, with nothing changed, when pages lack."""
+        """Give it a slot and pages for all its known ids. False, with nothing changed, when they lack."""
+        if not self._slots:
+            return False
         size = self.pool.page_size
         shared = self.pool.match_prefix(usable)
         n_matched, state_slot = len(shared), None
@@ -271,52 +282,6 @@ class Scheduler:
             size = self.pool.page_size
             ends = {n_matched * size, (sequence.n_known - 1) // size * size}
             sequence.snapshot_at = tuple(sorted(end for end in ends if end > sequence.n_computed))
-
-    # ---- prefill ----
-
-    def _divide(
-        self, begun: AbstractSequence[Sequence], rows: int, logit_rows: int
-    ) -> list[tuple[Sequence, int]]:
-        """Chunks for a step: half of the rows to the best rank, the rest to the shortest remainders."""
-        if not begun or rows < 1:
-            return []
-        oldest, *others = sorted(begun, key=lambda s: s.rank)
-        others.sort(key=lambda s: (s.goal - s.n_computed, s.rank))
-        share = rows if not others else -(-rows // 2)
-        wants = {id(oldest): min(oldest.goal - oldest.n_computed, share)}
-        left = rows - wants[id(oldest)]
-        for s in others:
-            wants[id(s)] = min(s.goal - s.n_computed, left)
-            left -= wants[id(s)]
-        wants[id(oldest)] = min(oldest.goal - oldest.n_computed, wants[id(oldest)] + left)
-        chunks = []
-        for s in (oldest, *others):
-            n_rows, n_logits = self._cut(s, wants[id(s)], logit_rows)
-            if n_rows:
-                chunks.append((s, n_rows))
-                logit_rows -= n_logits
-        return chunks
-
-    def _cut(self, s: Sequence, n_rows: int, logit_rows: int) -> tuple[int, int]:
-        """(rows, logit rows) of a chunk: ends at snapshot positions and page boundaries, within the logit
-        rows.
-        """
-        end = s.n_computed + n_rows
-        for boundary in s.snapshot_at:
-            if s.n_computed < boundary < end:
-                end = boundary
-                break
-        aligned = end // self.pool.page_size * self.pool.page_size
-        if end < s.goal and aligned > s.n_computed:
-            end = aligned
-        first_wanted = max(s.n_computed, s.n_scored)
-        if s.wants_every_row and end - first_wanted > logit_rows:
-            end = first_wanted + logit_rows
-        elif end == s.goal and logit_rows < 1:
-            end -= 1
-        n_rows = max(0, end - s.n_computed)
-        n_logits = max(0, end - first_wanted) if s.wants_every_row else int(end == s.goal)
-        return n_rows, n_logits
 
     # ---- after a launch, after a read ----
 

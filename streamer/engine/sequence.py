@@ -134,6 +134,11 @@ class Sequence:
         return self.goal - self.n_computed == 1 and self.goal > self.n_prompt
 
     @property
+    def knows_mask(self) -> bool:
+        """Its next id can be sampled as far as a constraint is concerned."""
+        return self.mask is None or self.mask.done()
+
+    @property
     def rank(self) -> tuple[int, int]:
         """Lower is served first and preempted last."""
         return self.request.priority, self.arrival
@@ -199,7 +204,7 @@ class Sequence:
 def new_sequence(request: Request, capacity: int, arrival: int, owner: Any, now_s: float) -> Sequence:
     """The sequence of a request that has just come in. `capacity`: positions a sequence can have computed.
 
-    The last id it generates needs no position, so prompt and answer together may be one longer than `capacity`.
+    The last id it generates needs no position: prompt and answer may be one longer than `capacity`.
     PromptTooLong; ValueError for an empty prompt.
     """
     prompt = np.asarray(request.prompt_ids, np.int32)

@@ -130,8 +130,13 @@ class StepLoop:
     def _prefill_rows(self) -> int:
         """Asked of the pacer only when there is prefill beside decode, which is seldom."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        n_decode = sum(1 for s in running if s.goal > s.n_prompt)
-        if n_decode == len(running) and not waiting:
+        n_decode = n_begun = 0
+        for s in running:
+            if s.goal == s.n_prompt:
+                n_begun += 1
+            else:
+                n_decode += not s.exhausted
+        if not n_begun and not waiting:
             return self._options.max_rows
         n_short = 0
         startable = islice(waiting, self._options.max_sequences - len(running))
@@ -204,7 +209,7 @@ class StepLoop:
     def _wait_for_a_mask(self) -> bool:
         """Nothing else can run: wait for a mask if one is under way. False: truly idle."""
         late = self.outcomes.live_late
-        if not any(s.mask is not None and not s.mask.done() for s in late):
+        if all(s.knows_mask for s in late):
             return False
         wait_for_masks(late, every=False)
         return True

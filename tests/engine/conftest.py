@@ -1,7 +1,8 @@
 """A fake executor and builders for the engine's tests.
 
-The fake keeps, per page and position, a digest of everything up to there, as attention would see it: a page shared
-wrongly, written twice or read before it was computed changes the ids. Recurrent state is the same digest per slot.
+The fake keeps, per page and position, a digest of everything up to there, as attention would see it: a page
+shared wrongly, written twice or read before it was computed changes the ids. Recurrent state is the same
+digest, per slot.
 """
 
 import threading
@@ -314,21 +315,21 @@ def make_request(
     return Request(id, tuple(prompt), sampling, max_tokens, **fields)  # type: ignore[arg-type]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def harness() -> type[Harness]:
     return Harness
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def request_of() -> Callable[..., Request]:
     return make_request
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def alone() -> Callable[[Request, int], list[int]]:
     return run_alone
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fake_executor() -> type[FakeExecutor]:
     return FakeExecutor
