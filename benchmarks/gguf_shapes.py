@@ -246,7 +246,7 @@ NORMAL, CONTROL = 1, 3
 
 
 def tokenizer_keys(shape: Shape) -> dict[str, object]:
-    """Byte-level BPE without merges: 256 bytes, fillers that decode to words, control tokens at the end."""
+    """Byte-level BPE with a single merge: 256 bytes, fillers that decode to words, control tokens last."""
     specials = _SPECIALS[shape.tokenizer]
     alphabet = _byte_alphabet()
     n_fillers = shape.n_vocab - len(alphabet) - len(specials)
@@ -255,9 +255,9 @@ def tokenizer_keys(shape: Shape) -> dict[str, object]:
     keys: dict[str, object] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": shape.tokenizer,
-        "tokenizer.ggml.tokens": [*alphabet, *(f"Ġw{i}" for i in range(n_fillers)), *specials],
+        "tokenizer.ggml.tokens": [*alphabet, "Ġw", *(f"Ġw{i}" for i in range(1, n_fillers)), *specials],
         "tokenizer.ggml.token_type": [NORMAL] * first + [CONTROL] * len(specials),
-        "tokenizer.ggml.merges": ["Ġ w"],  # an empty list would look like a file that lost them
+        "tokenizer.ggml.merges": ["Ġ w"],  # none at all would look like a file that lost them
         "tokenizer.ggml.bos_token_id": first,
         "tokenizer.ggml.eos_token_id": shape.n_vocab - 1,  # <|eot_id|>, <|im_end|>
         "tokenizer.ggml.padding_token_id": first,
