@@ -10,7 +10,7 @@ def open_device(
 ) -> tuple[Device, str | None]:
     """Open "host", "cuda", "cuda:N" or "auto" (up to 0.4 s with CUDA: call it in a thread).
 
-    Returns the device and, where "auto" fell back to the host, one line that says why. DeviceNotFoundError when
+    Returns the device and, where "auto" fell back to the host, a line that says why. DeviceNotFoundError when
     a device asked for by name is not there. `checksum_code` gives CUDA its checksum kernel
     (`kernels.checksum.checksum_code`); `host_link_bytes_per_s` simulates a link on the host (0: none).
     """

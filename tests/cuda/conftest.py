@@ -1,7 +1,7 @@
 """Devices for the tests that need a driver; a record of what ran on a real one.
 
-Without a driver every test here is skipped with the reason. `test_on_fake_driver.py` runs the same tests through
-the real bindings over a libcuda without a GPU (GGUFD_FAKE_CUDA set): such a run writes no record.
+Without a driver every test here is skipped with the reason. `test_on_fake_driver.py` runs the same tests over
+the real bindings and a libcuda without a GPU (GGUFD_FAKE_CUDA set): such a run writes no record.
 """
 
 import os

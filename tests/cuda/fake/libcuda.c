@@ -30,14 +30,19 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEV
 enum { BUFFERS, PINNED, REGISTERED, STREAMS, EVENTS, CONTEXTS, MODULES, KINDS };
 
 typedef struct Range { u64 start, nbytes; int kind; struct Range* next; } Range;
-typedef struct Event { int magic; pthread_mutex_t lock; pthread_cond_t changed; u64 recorded, done; } Event;
-typedef struct Op { int what; u64 a, b, n; Event* event; u64 ticket; void* result; struct Op* next; } Op;
+// What one record captures. Waits hold the mark, so that a later record of the same event changes nothing for them.
+// Marks are never freed: a test makes some thousands.
+typedef struct Mark { int done; } Mark;
+typedef struct Event { int magic; Mark* mark; } Event;
+typedef struct Op { int what; u64 a, b, n; Mark* mark; void* result; struct Op* next; } Op;
 enum { COPY_IN, COPY_OUT, COPY_WITHIN, FILL, RECORD, WAIT, CHECKSUM, STOP };
 typedef struct Stream { int magic; pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed; Op *first, *last; u64 queued, done; } Stream;
 typedef struct Function { int magic; char name[64]; } Function;
 enum { EVENT = 0x45564e54, STREAM = 0x5354524d, FUNCTION = 0x46554e43 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t mark_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t marked = PTHREAD_COND_INITIALIZER;
 static Range* ranges;
 static long live[KINDS];
 static long calls, fail_in, fail_code;
@@ -186,22 +191,15 @@ static void link_delay(u64 n) {
     struct timespec t = {(time_t)s, (long)((s - (time_t)s) * 1e9)};
     nanosleep(&t, 0);
 }
+static void wait_for(Mark* mark) { pthread_mutex_lock(&mark_lock); while (!mark->done) pthread_cond_wait(&marked, &mark_lock); pthread_mutex_unlock(&mark_lock); }
 static void perform(Op* op) {
     switch (op->what) {
         case COPY_IN: link_delay(op->n); memcpy((void*)op->a, (void*)op->b, op->n); pthread_mutex_lock(&lock); copied_in += op->n; pthread_mutex_unlock(&lock); break;
         case COPY_OUT: case COPY_WITHIN: memcpy((void*)op->a, (void*)op->b, op->n); break;
         case FILL: memset((void*)op->a, (int)op->b, op->n); break;
         case CHECKSUM: *(u64*)op->result = checksum((void*)op->a, op->n); break;
-        case RECORD:
-            pthread_mutex_lock(&op->event->lock);
-            if (op->event->done < op->ticket) op->event->done = op->ticket;
-            pthread_cond_broadcast(&op->event->changed);
-            pthread_mutex_unlock(&op->event->lock);
-            break;
-        case WAIT:
-            pthread_mutex_lock(&op->event->lock);
-            while (op->event->done < op->ticket) pthread_cond_wait(&op->event->changed, &op->event->lock);
-            pthread_mutex_unlock(&op->event->lock);
+        case RECORD: pthread_mutex_lock(&mark_lock); op->mark->done = 1; pthread_cond_broadcast(&marked); pthread_mutex_unlock(&mark_lock); break;
+        case WAIT: wait_for(op->mark);
     }
 }
 static void* work(void* argument) {
@@ -266,25 +264,35 @@ CUresult cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t n, void* handle) { ENTER(
 CUresult cuMemsetD8Async(u64 to, unsigned char value, size_t n, void* handle) { ENTER(1); STREAM_OR_ERROR(s, handle); if (!inside(to, n, BUFFERS)) return INVALID_VALUE; submit(s, (Op){FILL, to, value, n}); return OK; }
 
 // ---- events ----
-CUresult cuEventCreate(void** handle, unsigned flags) { ENTER(1); if (flags > 7) return INVALID_VALUE; Event* e = calloc(1, sizeof *e); e->magic = EVENT; pthread_mutex_init(&e->lock, 0); pthread_cond_init(&e->changed, 0); pthread_mutex_lock(&lock); live[EVENTS]++; pthread_mutex_unlock(&lock); *handle = e; return OK; }
-CUresult cuEventDestroy_v2(void* handle) { ENTER(1); Event* e = handle; if (!e || e->magic != EVENT) return INVALID_HANDLE; e->magic = 0; pthread_mutex_lock(&lock); live[EVENTS]--; pthread_mutex_unlock(&lock); return OK; }
+#define EVENT_OR_ERROR(e, handle) Event* e = handle; if (!e || e->magic != EVENT) return INVALID_HANDLE
+CUresult cuEventCreate(void** handle, unsigned flags) {
+    ENTER(1);
+    if (flags > 7) return INVALID_VALUE;
+    Event* e = calloc(1, sizeof *e);
+    e->magic = EVENT;
+    e->mark = calloc(1, sizeof *e->mark);
+    e->mark->done = 1;  // never recorded: nothing to wait for
+    pthread_mutex_lock(&lock); live[EVENTS]++; pthread_mutex_unlock(&lock);
+    *handle = e;
+    return OK;
+}
+CUresult cuEventDestroy_v2(void* handle) { ENTER(1); EVENT_OR_ERROR(e, handle); e->magic = 0; pthread_mutex_lock(&lock); live[EVENTS]--; pthread_mutex_unlock(&lock); return OK; }
 CUresult cuEventRecord(void* handle, void* stream) {
     ENTER(1);
     STREAM_OR_ERROR(s, stream);
-    Event* e = handle;
-    if (!e || e->magic != EVENT) return INVALID_HANDLE;
-    pthread_mutex_lock(&e->lock); u64 ticket = ++e->recorded; pthread_mutex_unlock(&e->lock);
-    submit(s, (Op){.what = RECORD, .event = e, .ticket = ticket});
+    EVENT_OR_ERROR(e, handle);
+    e->mark = calloc(1, sizeof *e->mark);
+    submit(s, (Op){.what = RECORD, .mark = e->mark});
     return OK;
 }
-CUresult cuEventQuery(void* handle) { ENTER(1); Event* e = handle; if (!e || e->magic != EVENT) return INVALID_HANDLE; pthread_mutex_lock(&e->lock); int ready = e->done == e->recorded; pthread_mutex_unlock(&e->lock); return ready ? OK : NOT_READY; }
-CUresult cuEventSynchronize(void* handle) { ENTER(1); Event* e = handle; if (!e || e->magic != EVENT) return INVALID_HANDLE; pthread_mutex_lock(&e->lock); while (e->done < e->recorded) pthread_cond_wait(&e->changed, &e->lock); pthread_mutex_unlock(&e->lock); return OK; }
+CUresult cuEventQuery(void* handle) { ENTER(1); EVENT_OR_ERROR(e, handle); pthread_mutex_lock(&mark_lock); int done = e->mark->done; pthread_mutex_unlock(&mark_lock); return done ? OK : NOT_READY; }
+CUresult cuEventSynchronize(void* handle) { ENTER(1); EVENT_OR_ERROR(e, handle); wait_for(e->mark); return OK; }
 CUresult cuStreamWaitEvent(void* stream, void* handle, unsigned flags) {
     ENTER(1);
     STREAM_OR_ERROR(s, stream);
-    Event* e = handle;
-    if (!e || e->magic != EVENT || flags > 1) return INVALID_HANDLE;
-    submit(s, (Op){.what = WAIT, .event = e, .ticket = e->recorded});
+    EVENT_OR_ERROR(e, handle);
+    if (flags > 1) return INVALID_VALUE;
+    submit(s, (Op){.what = WAIT, .mark = e->mark});
     return OK;
 }
 
