@@ -346,7 +346,8 @@ class Ops(Protocol):
 class Model(Protocol):
     """What the executor needs of a model (models/)."""
 
-    n_vocab: int
+    @property
+    def n_vocab(self) -> int: ...
 
     def forward(self, ops: Ops) -> Array:
         """Compute the current batch; returns what `ops.head` returned."""

@@ -9,14 +9,14 @@ from typing import Protocol
 
 from streamer.engine.request import TokenEvent, TokenLogprobs
 from streamer.server.api.results import Entry, Ranked
-from streamer.server.stops import StopMatcher
+from streamer.text.detokenizer import StopMatcher
 
 
 class Detokenizing(Protocol):
-    """text/detokenizer.py: whole characters only; `finish` gives what is left."""
+    """text/detokenizer.py: whole characters only; `flush` gives what is left."""
 
     def push(self, token_id: int) -> str: ...
-    def finish(self) -> str: ...
+    def flush(self) -> str: ...
 
 
 class Vocabulary(Protocol):
@@ -64,32 +64,32 @@ class TokenText:
 
     @property
     def stopped(self) -> str | None:
-        return self.stops.matched
+        return self.stops.stopped
 
     def push(self, events: Iterable[TokenEvent]) -> Piece:
         """Several tokens at once, when several have come. Ids after a stop string are ignored."""
         text = []
         for event in events:
-            if self.stops.matched is not None:
+            if self.stops.stopped is not None:
                 break
             if self.with_logprobs:
                 entry = make_entry(self.vocabulary, event.token_id, event.logprobs)
                 self._waiting.append((self.n_decoded, entry))
             decoded = self.detokenizer.push(event.token_id)
             self.n_decoded += len(decoded)
-            text.append(self.stops.push(decoded))
+            text.append(self.stops.push(decoded)[0])
         return self._piece("".join(text), last=False)
 
     def finish(self) -> Piece:
         """The sequence ended: an incomplete character and a held beginning of a stop string come out."""
-        if self.stops.matched is not None:
+        if self.stops.stopped is not None:
             return Piece()
-        decoded = self.detokenizer.finish()
+        decoded = self.detokenizer.flush()
         self.n_decoded += len(decoded)
-        text = self.stops.push(decoded)
-        if self.stops.matched is None:
+        text, is_stopped = self.stops.push(decoded)
+        if not is_stopped:
             text += self.stops.flush()
-        return self._piece(text, last=self.stops.matched is None)
+        return self._piece(text, last=not is_stopped)
 
     def _piece(self, text: str, *, last: bool) -> Piece:
         """Entries whose text begins in what has been given out by now; all of them at the end."""

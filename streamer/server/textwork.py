@@ -13,8 +13,7 @@ from streamer.engine.request import Constraint
 from streamer.server.api.calls import ChatCall, OutputFormat
 from streamer.server.chatrun import OutputParser
 from streamer.server.pieces import TokenText
-from streamer.server.stops import StopMatcher
-from streamer.text.detokenizer import Detokenizer
+from streamer.text.detokenizer import Detokenizer, StopMatcher
 from streamer.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
