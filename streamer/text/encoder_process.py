@@ -76,12 +76,12 @@ class EncoderProcess:
     def _start(self) -> Worker:
         worker = Worker("streamer.text.encoder_process", n_channels=2, payload=self._payload)
         try:
-            reason = worker.channels[_SHORT].recv()
+            reason = worker.channels[_SHORT].recv_bytes()
         except (EOFError, OSError):
-            reason = "its process died while building"
-        if reason is not None:
+            reason = b"its process died while building"
+        if reason:
             worker.kill()
-            raise ValueError(reason)
+            raise ValueError(reason.decode())
         return worker
 
 
@@ -104,9 +104,9 @@ def main(payload_fd: int, fds: Sequence[int]) -> None:
     try:
         encoder = Encoder(read_payload(payload_fd))
     except Exception as error:  # noqa: BLE001 - the library's errors have no common type
-        channels[_SHORT].send(str(error) or type(error).__name__)
+        channels[_SHORT].send_bytes((str(error) or type(error).__name__).encode())
         return
-    channels[_SHORT].send(None)
+    channels[_SHORT].send_bytes(b"")
     threads = [threading.Thread(target=_answer, args=(encoder, c)) for c in channels]
     for thread in threads:
         thread.start()

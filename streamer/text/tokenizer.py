@@ -114,12 +114,13 @@ class Tokenizer:
         return token_id
 
 
-def build_tokenizer(metadata: Mapping[str, object], *, path: str = "model") -> Tokenizer:
+def build_tokenizer(metadata: Mapping[str, object], *, path: str | None = None) -> Tokenizer:
     """The tokenizer that `tokenizer.ggml.*` describes. Raises GGUFError naming the key at fault.
 
     Blocks for up to a second or two of CPU, nearly all of it in another process when the vocabulary is big:
     the interpreter lock is held for tens of milliseconds at most.
     """
+    path = path or str(getattr(metadata, "path", "model"))  # only for messages
     vocabulary = read_vocabulary(metadata, path)
     spec = encoder_spec(vocabulary)
     try:
