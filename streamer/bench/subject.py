@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamer.bench.meters import Cost, measured
 from streamer.device.base import Device, DeviceStatistics
@@ -46,7 +46,12 @@ class Subject:
 def open_subject(path: str, *, chunk_nbytes: int, layers: int | None = None) -> Iterator[Subject]:
     """Read the header and plan; `layers` plans the first ones only (a smaller load of the same file)."""
     directory = read_directory(path)
-    specs = [s for s in describe(directory).specs() if layers is None or s.layer is None or s.layer < layers]
+    specs = describe(directory).specs()
+    if layers is not None:
+        specs = tuple(spec for spec in specs if spec.layer is None or spec.layer < layers)
+        names = {spec.name for spec in specs}
+        tensors = {name: tensor for name, tensor in directory.tensors.items() if name in names}
+        directory = replace(directory, tensors=tensors)
     options = PlanOptions(chunk_nbytes=chunk_nbytes)
     plan = make_plan(directory, specs, layouts=host_layout, cache=NO_CACHE, options=options, free_bytes=None)
     mappings = [Mapping(shard) for shard in directory.shards]

@@ -186,6 +186,8 @@ class CudaDevice:
         attempt("cuCtxSetCurrent", self.context)
         attempt("cuCtxSynchronize")
         self._close_all(first)
+        if self._checksum is not None:
+            self._checksum.close(attempt)
         self._events.close(attempt)
         while self._modules:
             attempt("cuModuleUnload", self._modules.pop())
@@ -201,6 +203,9 @@ class CudaDevice:
         return owned
 
     def _disown(self, owned: Owned) -> None:
+        """Before the freeing call, which is made once whatever it answers; what fails here may be retried."""
+        self.activate()
+        owned.is_open = False
         with self._lock:
             self._owned.pop(id(owned), None)
 
@@ -208,7 +213,6 @@ class CudaDevice:
         assert isinstance(owned, CudaBuffer)
         self._disown(owned)
         self._account.allocated(-owned.nbytes)
-        self.activate()
         if self._pool is None:
             self.driver.call("cuMemFree", owned.raw)
         else:
@@ -218,14 +222,12 @@ class CudaDevice:
         assert isinstance(owned, CudaPinned)
         self._disown(owned)
         self._account.pinned(-owned.nbytes)
-        self.activate()
         self.driver.call("cuMemFreeHost", owned.address)
 
     def _unregister(self, owned: Owned) -> None:
         assert isinstance(owned, CudaRegistration)
         self._disown(owned)
         self._account.pinned(-owned.nbytes)
-        self.activate()
         self.driver.call("cuMemHostUnregister", owned.address)
 
     def _destroy_stream(self, stream: CudaStream) -> None:

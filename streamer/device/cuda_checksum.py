@@ -9,10 +9,11 @@ zeroes the accumulator again.
 import ctypes
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamer.device.base import Event, Stream
 from streamer.device.cuda_queue import raw_stream
+from streamer.errors import DeviceError
 
 if TYPE_CHECKING:
     from streamer.device.cuda import CudaDevice
@@ -24,19 +25,23 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 BYTES_PER_BLOCK = BLOCK * 16 * 4  # what a block reads in one turn: four 16-byte loads a thread
 SLOTS = 4096  # checksums in flight a page of accumulators
 ACCUMULATOR_NBYTES = 16
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
 _PARAMETER_TYPES = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class ChecksumKernel:
-    """Launches checksums on one device. Accumulators and results come in pages of SLOTS, at first use."""
+    """Launches checksums on one device. Accumulators and results come in pages of SLOTS, at first use.
+
+    A page (64 KiB of the device's memory, 32 KiB pinned) is the device's own, as its context is: not in its
+    account.
+    """
 
     def __init__(self, device: "CudaDevice", code: ChecksumCode) -> None:
         self._device = device
         module = device.load_module(code(device.capabilities.compute_capability))
         self._function = device.driver.call("cuModuleGetFunction", module, b"checksum")
-        self._free: deque[tuple[int, int]] = (
-            deque()
-        )  # (accumulator address on the device, result address in pinned)
+        self._free: deque[tuple[int, int]] = deque()  # (accumulator on the device, result in pinned memory)
+        self._pages: list[tuple[Any, int]] = []  # (accumulators, results)
 
     def launch(self, address: int, nbytes: int, *, stream: Stream) -> "CudaPendingChecksum":
         accumulator, result = self._take_slot()
@@ -56,16 +61,30 @@ class ChecksumKernel:
             except IndexError:
                 self._add_page()
 
+    def close(self, attempt: Callable[..., None]) -> None:
+        """Free the pages; `attempt` calls the driver and keeps the first error."""
+        self._free.clear()
+        while self._pages:
+            accumulators, results = self._pages.pop()
+            attempt("cuMemFree", accumulators)
+            attempt("cuMemFreeHost", results)
+
     def _add_page(self) -> None:
-        device = self._device
-        accumulators = device.allocate(SLOTS * ACCUMULATOR_NBYTES, what="checksum accumulators")
-        results = device.allocate_pinned(SLOTS * 8)
-        stream = device.create_stream("checksum")
-        device.fill(accumulators, 0, accumulators.nbytes, 0, stream=stream)
-        stream.close()
-        self._free.extend(
-            (accumulators.handle + i * ACCUMULATOR_NBYTES, results.address + i * 8) for i in range(SLOTS)
-        )
+        driver = self._device.driver
+        accumulators = driver.call("cuMemAlloc", SLOTS * ACCUMULATOR_NBYTES)
+        try:
+            results = int(driver.call("cuMemHostAlloc", SLOTS * 8, _PORTABLE))
+        except DeviceError:
+            driver.call("cuMemFree", accumulators)
+            raise
+        self._pages.append((accumulators, results))
+        stream = self._device.create_stream("checksum")
+        try:
+            driver.call("cuMemsetD8Async", accumulators, 0, SLOTS * ACCUMULATOR_NBYTES, stream.raw)
+        finally:
+            stream.close()
+        first = int(accumulators)
+        self._free.extend((first + i * ACCUMULATOR_NBYTES, results + i * 8) for i in range(SLOTS))
 
 
 class CudaPendingChecksum:

@@ -16,8 +16,8 @@ class Owned:
         self.is_open = True
 
     def close(self) -> None:
+        """Idempotent. The device marks it closed once it comes to the driver's freeing call."""
         if self.is_open:
-            self.is_open = False
             self._release(self)
 
     def __repr__(self) -> str:

@@ -118,8 +118,8 @@ class CudaStream:
 
     def close(self) -> None:
         if self.is_open:
-            self.is_open = False
             self._activate()
+            self.is_open = False
             try:
                 self._driver.call("cuStreamSynchronize", self.raw)
             finally:

@@ -43,7 +43,10 @@ def run_python(fake_driver: Path, *arguments: str, **environment: str) -> subpro
     )
 
 
-@pytest.mark.parametrize("file", ["test_device.py"])
+FILES = ("cuda/test_device.py", "cuda/test_load.py", "cuda/test_driver_faults.py", "contract")
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_cuda_tests_pass_without_a_gpu(fake_driver: Path, file: str) -> None:
     result = run_python(
         fake_driver,
@@ -55,7 +58,7 @@ def test_cuda_tests_pass_without_a_gpu(fake_driver: Path, file: str) -> None:
         "no:xdist",
         "-m",
         "cuda",
-        f"tests/cuda/{file}",
+        f"tests/{file}",
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout
