@@ -142,7 +142,7 @@ class HostDevice:
 
     def allocate_pinned(self, nbytes: int) -> HostMemory:
         limit = self._pinned_limit
-        left = self.memory_info().free if limit is None else limit - self._account.statistics().pinned_bytes
+        left = self._read_memory().free if limit is None else limit - self._account.statistics().pinned_bytes
         memory = self._take(nbytes, nbytes > left, max(left, 0), "pinned memory", self._unpinned)
         self._account.pinned(nbytes)
         self._keep(memory)
@@ -158,12 +158,12 @@ class HostDevice:
         self, buffer: Buffer, offset: int, source: int, nbytes: int, *, stream: Stream, kind: CopyKind
     ) -> None:
         target = _range(buffer, offset, nbytes, "upload")
-        _own(stream).copy(lambda: _move(target.ctypes.data, source, nbytes), nbytes)
+        _own(stream).copy(lambda i, j: _move(target[i:j], source + i, to_host=False), nbytes)
         self._account.uploaded(kind, nbytes)
 
     def download(self, buffer: Buffer, offset: int, target: int, nbytes: int, *, stream: Stream) -> None:
         source = _range(buffer, offset, nbytes, "download")
-        _own(stream).copy(lambda: _move(target, source.ctypes.data, nbytes), nbytes)
+        _own(stream).copy(lambda i, j: _move(source[i:j], target + i, to_host=True), nbytes)
 
     def fill(self, buffer: Buffer, offset: int, nbytes: int, value: int, *, stream: Stream) -> None:
         target = _range(buffer, offset, nbytes, "fill")
@@ -256,5 +256,7 @@ def _own(stream: Stream) -> HostStream:
     return stream
 
 
-def _move(target: int, source: int, nbytes: int) -> None:
-    ctypes.memmove(target, source, nbytes)  # a foreign call: runs without the interpreter lock
+def _move(device: npt.NDArray[np.uint8], host: int, *, to_host: bool) -> None:
+    """Copy between device bytes and a host address; a foreign call, so without the interpreter lock."""
+    target, source = (host, device.ctypes.data) if to_host else (device.ctypes.data, host)
+    ctypes.memmove(target, source, device.nbytes)

@@ -10,6 +10,7 @@ from streamer.errors import DeviceError
 QUEUE_DEPTH = 1024  # queued items a stream; submitting beyond it blocks, as a driver's queue does
 
 Work = Callable[[], None]
+Copy = Callable[[int, int], None]  # move the bytes [begin, end) of a copy
 
 
 class HostEvent:
@@ -94,10 +95,10 @@ class HostStream:
             self._queue.append((work, event))
             self._changed.notify_all()
 
-    def copy(self, copy: Work, nbytes: int) -> None:
+    def copy(self, copy: Copy, nbytes: int) -> None:
         """Queue a copy over the link: it ends no earlier than the simulated rate allows."""
         if self._link is None:
-            self.submit(copy)
+            self.submit(lambda: copy(0, nbytes))
             return
         submitted_at = self._clock()
         self.submit(lambda: self._paced(copy, nbytes, submitted_at))
@@ -126,13 +127,16 @@ class HostStream:
         self._thread.join()
         self._on_close(self)
 
-    def _paced(self, copy: Work, nbytes: int, submitted_at: float) -> None:
+    def _paced(self, copy: Copy, nbytes: int, submitted_at: float) -> None:
+        """Half the bytes move at the start, half at the end: as with DMA, the source must not change."""
         assert self._link is not None
         ends_at = self._link.reserve(nbytes, max(submitted_at, self._stalled_until))
-        copy()
+        half = nbytes // 2
+        copy(0, half)
         remaining = ends_at - self._clock()
         if remaining > 0:
             self._hurry.wait(remaining)
+        copy(half, nbytes)
 
     def _stall(self, event: Event) -> None:
         event.sync()

@@ -2,8 +2,8 @@
 
 A page cut off between `touch` and the copy raises SIGBUS in the copying thread, which runs without the
 interpreter lock. The signal's Python handler runs in the main thread: it lays zero pages over what the file
-has lost, so that the copy ends, and the load then fails at `check_unchanged`, with the file's name. The loop must
-turn meanwhile (the pipeline ticks): handlers run only when the main thread executes Python.
+has lost, so that the copy ends, and the load then fails at `check_unchanged`, with the file's name. The loop
+must turn meanwhile (the pipeline ticks): handlers run only when the main thread executes Python.
 """
 
 import ctypes

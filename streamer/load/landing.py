@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from streamer.device.base import Buffer, Event, Stream
-from streamer.errors import ResidencyError
+from streamer.errors import DeviceError, ResidencyError
+from streamer.load.blame import name_weight
 from streamer.load.channel import Aborted
 from streamer.plan.plan import PlannedWeight
 
@@ -66,8 +67,11 @@ class Landing:
             )
         begin = self._cursor if self._cursor + nbytes <= self.buffer.nbytes else 0
         end = begin + nbytes
-        while (region := self._oldest_within(begin, end)) is not None:
-            self._follow(region)
+        try:
+            while (region := self._oldest_within(begin, end)) is not None:
+                self._follow(region)
+        except DeviceError as error:
+            raise name_weight(error, weight, "") from error
         with self._changed:
             self._regions.append(_Region(begin, end, weight.index))
         self._cursor = end

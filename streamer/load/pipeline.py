@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from streamer.device.base import Buffer, Device, Hurrying, Stream
-from streamer.errors import GgufdError, PlanError, ResidencyError
+from streamer.errors import DeviceError, FileChangedError, GgufdError, PlanError, ResidencyError
 from streamer.gguf.directory import Directory, Shard
 from streamer.gguf.mapping import Mapping
 from streamer.load.channel import Aborted
@@ -163,6 +164,17 @@ class _Load:
         if errors and not failed:
             raise errors[0]
 
+    def undo(self, cause: BaseException) -> BaseException:
+        """Free everything. Returns the cause, or what the file did if it changed: that explains the rest."""
+        try:
+            if isinstance(cause, (DeviceError, ResidencyError)):
+                for source in self.sources:
+                    source.check_unchanged()
+        except FileChangedError as changed:
+            cause = changed
+        self.close(failed=True)
+        return cause
+
     def _detach(self) -> None:
         if self.owns_sources:
             self.transfer.detach()  # the mappings go: nothing may stay registered in them
@@ -186,13 +198,13 @@ async def load(
     sources: Sequence[Source] | None = None,
     open_source: Callable[[Shard], Source] = Mapping,
 ) -> ResidentWeights:
-    """Make every planned weight resident. The ledger (with this plan adopted) tells how far it is.
+    """Make every planned weight resident. The ledger, with this plan adopted, tells how far it is.
 
     `into` is filled segment by segment, for compute that follows the upload. `sources`, one a shard, stay the
     caller's and open (kept registrations refer to them); without them the shards are opened and closed here.
     The transfer stays the caller's: its pinned memory is kept on success, given back on failure. Peak memory:
-    the plan's segments, the landing area, the transfer's pinned bytes. GGUFError and FileChangedError blame the
-    file, DeviceError the device, ResidencyError a proof that failed; each names the weight.
+    the plan's segments, the landing area, the transfer's pinned bytes. GGUFError and FileChangedError blame
+    the file, DeviceError the device, ResidencyError a proof that failed; each names the weight.
     """
     job = _Load(
         plan=plan,
@@ -217,7 +229,9 @@ async def load(
             cause = _cause(error, job.halt)
             job.halt.request(cause)
             loop = asyncio.get_running_loop()
-            await _settled(loop.run_in_executor(executor, lambda: job.close(failed=True)))
+            undone = loop.run_in_executor(executor, lambda: job.undo(cause))
+            await _settled(undone)
+            cause = undone.result()
             ledger.fail(cause)
             ledger.release()
             if cause is error:
@@ -257,7 +271,7 @@ async def _in_thread(executor: ThreadPoolExecutor, halt: Halt, body: Callable[[]
         raise
 
 
-async def _settled(future: "asyncio.Future[None]") -> None:
+async def _settled(future: asyncio.Future[Any]) -> None:
     """Wait for a thread's end, through any cancellation: it holds memory that others are about to free."""
     while not future.done():
         try:

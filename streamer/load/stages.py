@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamer.device.base import Buffer, Device, Event, PendingChecksum, Stream
-from streamer.errors import DeviceError, DeviceMemoryError, FileChangedError, ResidencyError
+from streamer.errors import DeviceError, ResidencyError
+from streamer.load.blame import name_weight
 from streamer.load.channel import Channel
 from streamer.load.landing import Finisher, Landing
 from streamer.load.timings import UploadTimings
@@ -230,17 +231,3 @@ class Settler:
             self._ledger.finished(weight.index)
         if self._verify:
             self._ledger.verified(weight.index)
-
-
-def name_weight(error: Exception, weight: PlannedWeight, path: str, where: str = "") -> Exception:
-    """The same error, naming the weight it happened to (and the file, where the file is at fault)."""
-    if weight.name in str(error):
-        return error
-    if isinstance(error, FileChangedError):
-        return FileChangedError(path, weight.name, error.reason)
-    if isinstance(error, DeviceMemoryError):
-        what = f"{weight.name}{where}{': ' + error.what if error.what else ''}"
-        return DeviceMemoryError(error.call, error.code, error.asked, error.free, what)
-    if isinstance(error, DeviceError):
-        return DeviceError(error.call, error.code, f"{weight.name}{where}: {error.explanation}")
-    return error
