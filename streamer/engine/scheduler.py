@@ -121,6 +121,8 @@ class Scheduler:
         plan = StepPlan()
         ready = self._give_pages([s for s in self.running if self._can_decode(s)])
         self._admit(plan)
+        # one that comes back after a preemption may find all but its last row in the cache
+        ready += [s for s, _ in plan.admitted if self._can_decode(s)]
         begun = [s for s in self.running if _can_prefill(s)]
         plan.is_hidden = self._choose_hidden(begun, ready)
         begun = [s for s in begun if s.is_embedding == plan.is_hidden]

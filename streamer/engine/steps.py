@@ -119,6 +119,8 @@ class StepLoop:
         if self.outcomes.live_late:
             self._see_to_late_sequences()
         plan = self.scheduler.schedule(self._prefill_rows())
+        for sequence, state_slot in plan.admitted:
+            self._admit(sequence, state_slot)
         if not plan.is_empty:
             self._launch(plan)
         if self._in_flight and (plan.is_empty or len(self._in_flight) > self._depth):
@@ -147,8 +149,6 @@ class StepLoop:
         return self._pacer.prefill_rows(n_decode, n_short)
 
     def _launch(self, plan: StepPlan) -> None:
-        for sequence, state_slot in plan.admitted:
-            self._admit(sequence, state_slot)
         batch, sampling, chunks = build_batch(plan, self._table, self.scheduler.pool.page_size)
         launched_s = self._clock()
         pending = self._executor.step(batch, sampling)

@@ -307,3 +307,14 @@ def test_a_policy_without_room_for_every_sequence_is_refused():
         Policy(max_sequences=64, n_ctx=100, max_rows=32)
     with pytest.raises(ValueError, match="mixing"):
         Policy(max_sequences=1, n_ctx=100, mixing="both")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_request_whose_pages_are_all_still_cached_goes_on(harness, request_of, alone, overlap):
+    """It comes back with a single row to compute, which is decode and not prefill."""
+    h = harness(overlap=overlap, n_pages=28, page_size=2, max_sequences=2)
+    first, second = request_of("first", 26, 17), request_of("second", 1, 16)
+    owners = [h.submit(first), h.submit(second)]
+    h.run()
+    assert h.loop.scheduler.n_preemptions > 0
+    assert [o.ids for o in owners] == [alone(first, 17), alone(second, 16)]
