@@ -14,6 +14,7 @@ from streamer.text.encoder import Segment
 from streamer.text.marking import Marks, NameFinder, choose_marks
 from streamer.text.template_process import TemplateProcess
 from streamer.text.tokenizer import Tokenizer
+from streamer.text.tools import instructions, knows_tools
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,9 @@ class ChatTemplates:
         ClientError 400 when the template does not compile, refuses (`raise_exception`, with its message),
         fails, or takes too long or too much memory.
         """
+        name = self._choose(template, tools=bool(tools))
+        if tools and not knows_tools(self.sources[name]):
+            messages, tools = _instructed(messages, tools), None
         given: dict[str, Any] = {**kwargs, "messages": [self._message(m) for m in messages]}
         given["tools"] = list(tools) if tools else None
         try:
@@ -85,7 +89,6 @@ class ChatTemplates:
         except (RecursionError, ValueError) as error:
             raise ClientError(400, f"messages cannot be rendered: {error}", param="messages") from error
         fixed = {"add_generation_prompt": add_generation_prompt, **self._special_tokens()}
-        name = self._choose(template, tools=bool(tools))
         answers = await self._process.render(name, [{**fixed, **form} for form in forms])
         texts = [_text(answer) for answer in answers]
         if marks is None:
@@ -155,6 +158,17 @@ def template_sources(metadata: Mapping[str, object]) -> dict[str, str]:
             if isinstance(value, str) and value:
                 sources[name] = value
     return sources
+
+
+def _instructed(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The messages with the tools explained in the system message, for templates that know none."""
+    text = instructions(tools)
+    if messages and messages[0].get("role") == "system":
+        first = {**messages[0], "content": f"{_content(messages[0].get('content'))}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _text(answer: Mapping[str, str]) -> str:

@@ -10,8 +10,9 @@ class Detokenizer:
     """Ids in, text out. A character split over tokens comes when it is whole; nothing is invented for it.
 
     Bytes that cannot be UTF-8 become U+FFFD as soon as that is certain, and unfinished ones at `flush`.
-    `special`: control tokens are shown by name, else only those in `shown`. `at_start`: the ids are a whole text rather than the
-    continuation of one, so the space before an SPM text's first word is dropped as `Tokenizer.decode` does.
+    `special`: control tokens are shown by name, else only those in `shown`. `at_start`: the ids are a whole
+    text, not the continuation of one, so the space before an SPM text's first word is dropped as
+    `Tokenizer.decode` does.
     """
 
     def __init__(

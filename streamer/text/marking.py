@@ -2,9 +2,10 @@
 
 A template is a program: it may trim, slice, upper-case or cut what users wrote: places cannot be remembered.
 Instead every character of a user's text with which a control token's name could begin is replaced by a
-private stand-in, one for one; the template carries it wherever it likes, and what it wrote itself stands out. Templates
-that look into the text (for `<think>`, say) may then decide differently, so the caller also renders a second form
-in which only whole names are broken by a private mark, and takes that one when both show the same control tokens.
+private stand-in, one for one; the template carries it wherever it likes, and what it wrote itself stands out.
+Templates that look into the text (for `<think>`, say) may then decide differently, so the caller also renders
+a second form in which only whole names are broken by a private mark, and takes that one when both show the
+same control tokens.
 """
 
 import re

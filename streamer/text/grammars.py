@@ -1,0 +1,160 @@
+"""Grammars for constrained answers, in llguidance's own language, from what a request asks for. Pure.
+
+Refusals are ClientError 400: an answer is never less constrained than was asked.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from streamer.errors import ClientError
+from streamer.text.tools import ToolForm
+
+MAX_GRAMMAR_CHARS = 1 << 18
+# Bounded white space between JSON tokens: small models otherwise write blanks for ever.
+_JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \n\r\t]{0,20}",
+    "lenient": False,
+}
+_NAME = re.compile(r"[\w.-]{1,64}")
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
+
+
+def json_object() -> str:
+    return json_schema({"type": "object"})
+
+
+def json_schema(schema: Any) -> str:
+    """Any JSON Schema that can be enforced whole; checked when it is compiled."""
+    if not isinstance(schema, Mapping | bool):
+        raise _refused("the JSON schema is not an object")
+    if schema is False:
+        raise _refused("the JSON schema allows nothing")
+    try:
+        text = json.dumps({} if schema is True else schema)
+        grammar = str(LLMatcher.grammar_from_json_schema(_bounded(text), None, _JSON_OPTIONS))
+    except (ValueError, RecursionError, TypeError) as error:
+        raise _refused(f"the JSON schema cannot be used: {error}") from error
+    return grammar
+
+
+def regex(pattern: str) -> str:
+    return str(LLMatcher.grammar_from_regex(_bounded(pattern)))
+
+
+def gbnf(grammar: str) -> str:
+    """llama-server's `grammar`: its rules with literals, classes, groups and repetitions."""
+    try:
+        text = gbnf_to_lark(_ESCAPED.sub(_character, _bounded(grammar)))
+    except Exception as error:
+        raise _refused(f"the grammar cannot be used: {str(error)[:200]}") from error
+    return str(LLMatcher.grammar_from_lark(text))
+
+
+def tool_calls(
+    form: ToolForm, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
+) -> str:
+    """Nothing but calls of `tools` in the model's own form. `name`: only that one (tool_choice)."""
+    functions = [tool.get("function", tool) for tool in tools]
+    if name is not None:
+        functions = [f for f in functions if f.get("name") == name]
+        if not functions:
+            raise ClientError(400, f"tool_choice names {name!r}, which is not in tools", param="tool_choice")
+    if not functions:
+        raise ClientError(400, "tool_choice needs tools", param="tools")
+    if not all(isinstance(f.get("name"), str) and _NAME.fullmatch(f["name"]) for f in functions):
+        raise ClientError(400, "a tool has no usable name", param="tools")
+    rules = _xml_rules(functions) if form.xml else _json_rules(form, functions)
+    several = parallel and bool(form.opening)
+    one = "call"
+    if form.opening:
+        one = f"{_literal(form.opening + chr(10))} call {_literal(chr(10) + form.closing)}"
+    start = f'start: one ("\\n" one)*\none: {one}' if several else f"start: {one}"
+    return str(LLMatcher.grammar_from_lark(_bounded("\n".join(("%llguidance {}", start, *rules)))))
+
+
+def _json_rules(form: ToolForm, functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    options = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": f["name"]}, form.arguments_key: _parameters(f)},
+            "required": ["name", form.arguments_key],
+            "additionalProperties": False,
+        }
+        for f in functions
+    ]
+    names = [f"call_{i}" for i in range(len(options))]
+    rules = [f"{name}: {_json(option)}" for name, option in zip(names, options, strict=True)]
+    return ["call: " + " | ".join(names), *rules]
+
+
+def _xml_rules(functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+    for i, function in enumerate(functions):
+        schema = _parameters(function)
+        required = set(schema.get("required") or ())
+        parts = [_literal(f"<function={function['name']}>\n")]
+        for k, (key, value) in enumerate((schema.get("properties") or {}).items()):
+            rule = f"value_{i}_{k}"
+            rules.append(_xml_value(rule, value))
+            part = f"({_literal(f'<parameter={key}>')} {rule})"
+            parts.append(part if key in required else part + "?")
+        rules.append(f"call_{i}: {' '.join(parts)} {_literal('</function>')}")
+    return rules
+
+
+def _xml_value(rule: str, schema: Any) -> str:
+    end = "\n</parameter>\n"
+    schema = schema if isinstance(schema, Mapping) else {}
+    if schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern", "format"}:
+        return f"{rule}[suffix={_literal(end)}]: /\\n(?s:.*)/"
+    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if choices and all(isinstance(c, str) for c in choices):
+        return f"{rule}: {_literal(chr(10))} ({' | '.join(map(_literal, choices))}) {_literal(end)}"
+    return f"{rule}: {_literal(chr(10))} {_json(schema)} {_literal(end)}"
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    parameters = function.get("parameters")
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if not isinstance(parameters, Mapping):
+        raise ClientError(400, "a tool's parameters are no JSON schema", param="tools")
+    return parameters
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    try:
+        return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+    except (ValueError, RecursionError, TypeError) as error:
+        raise ClientError(400, f"a tool's parameters cannot be used: {error}", param="tools") from error
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text)
+
+
+def _character(match: re.Match[str]) -> str:
+    """A GBNF \\u escape as the character itself, which the converter would mangle."""
+    code = int(match[1] or match[2], 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise _refused(f"the grammar has {match[0]}, which is no character")
+    character = chr(code)
+    return "\\" + character if character in '"\\[]' else character
+
+
+def _bounded(text: str) -> str:
+    if not isinstance(text, str):
+        raise _refused("a grammar must be a string")
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise _refused(f"the grammar has {len(text)} characters, the most is {MAX_GRAMMAR_CHARS}")
+    return text
+
+
+def _refused(message: str) -> ClientError:
+    return ClientError(400, message, param="response_format")
