@@ -65,6 +65,7 @@ class Config:
     host_link_bytes_per_s: float = 0.0  # simulated link of the host device; 0: as fast as memory
     config_file: str = ""  # where the file's values came from; "" when there was none
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    flags: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)  # kept for a reload
 
 
 # ---- parsers: a value from a flag or the environment (str) or TOML (typed) -> the field's type, or ValueErro
@@ -272,7 +273,7 @@ def load_config(
         except ValueError as error:
             raise ConfigError(f"{name}: {error} (from {source})") from None
         sources[name] = source
-    config = Config(**values, config_file=file, sources=sources)
+    config = Config(**values, config_file=file, sources=sources, flags=dict(flags))
     _check_together(config)
     return config
 

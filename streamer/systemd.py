@@ -78,11 +78,16 @@ class Notifier:
         if not self._stopping:
             self._send("WATCHDOG=1")
 
-    def stopping(self, status: str) -> None:
-        """The last word."""
-        if not self._stopping:
-            self._stopping = True
-            self._send("STOPPING=1", "STATUS=" + status)
+    def stopping(self, status: str, *, extend_s: float | None = None) -> None:
+        """The last word.
+
+        `extend_s`: how long the end may take from now (a drain longer than TimeoutStopSec=).
+        """
+        if self._stopping:
+            return
+        self._stopping = True
+        lines = ["STOPPING=1", "STATUS=" + status.replace("\n", " ")]
+        self._send(*lines, *([] if extend_s is None else [f"EXTEND_TIMEOUT_USEC={int(extend_s * 1e6)}"]))
 
     def close(self) -> None:
         if self._socket is not None:

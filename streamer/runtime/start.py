@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,34 +24,15 @@ from streamer.models.registry import Architecture
 from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
 from streamer.runtime.executors import BINDERS, Bound, Start, Stopped
-from streamer.runtime.planning import CHUNK_NBYTES, PlannedModel, RuntimeOptions, plan_model, read_model
+from streamer.runtime.options import StartOptions
+from streamer.runtime.planning import CHUNK_NBYTES, PlannedModel, plan_model, read_model
 from streamer.trace import NULL_TRACER, RecordingTracer, Tracer
 from streamer.transfer.base import MIB, Transfer
 from streamer.transfer.choose import TransferOptions, open_transfer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StartOptions:
-    """Everything `start_runtime` may be told."""
-
-    path: str
-    device: str = "auto"
-    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
-    transfer: str = "auto"
-    ring_mib: int = 0  # 0: by machine
-    touch_threads: int = 0
-    keep_registered: bool = False
-    verify: bool = False
-    trace: str = ""
-    blas_threads: int = 0
-    host_link_bytes_per_s: float = 0.0
-    cache_directory: Path | None = None
-    queue_limit: int = 256
-    queue_timeout_s: float | None = None
-    slow_reader_s: float = 30.0
+OnDirectory = Callable[[Directory, Architecture], Awaitable[None]]
 
 
 @dataclass
@@ -92,14 +73,15 @@ async def start_runtime(
     options: StartOptions,
     ledger: Ledger,
     *,
-    on_directory: Callable[[Directory, Architecture], None] = lambda directory, architecture: None,
+    on_directory: OnDirectory | None = None,
     on_failure: Callable[[Exception], None] | None = None,
     on_step: Callable[[str, float], None] | None = None,
     advanced: Callable[[], None] = lambda: None,
 ) -> Runtime:
     """Open -> plan -> upload (-> verify) -> warm, phases told to `ledger`; READY is the caller's to say.
 
-    `on_directory` is called as soon as the header is read: what else can be built from it is begun there.
+    `on_directory` runs as soon as the header is read, beside the opening of the device: further checks of the
+    file, which end before anything is allocated, and the beginning of what else is built from the header.
     `advanced` is called from threads whenever warming has come a step further. Cancelled or failed,
     everything opened is closed before this returns.
     """
@@ -123,7 +105,7 @@ async def _start(
     undo: _Undo,
     stop: threading.Event,
     threads: ThreadPoolExecutor,
-    on_directory: Callable[[Directory, Architecture], None],
+    on_directory: OnDirectory | None,
     on_failure: Callable[[Exception], None] | None,
     on_step: Callable[[str, float], None] | None,
     advanced: Callable[[], None],
@@ -132,7 +114,8 @@ async def _start(
     opening = asyncio.ensure_future(_in(threads, lambda: _open_device(options)))
     try:
         directory, architecture = await _in(threads, lambda: read_model(options.path))
-        on_directory(directory, architecture)
+        if on_directory is not None:
+            await on_directory(directory, architecture)
         device = await asyncio.shield(opening)
     except BaseException:
         await _abandon(opening)
@@ -244,6 +227,18 @@ def device_name(device: Device) -> str:
 def weight_bytes(device: Device, phase: CopyPhase) -> int:
     """Weight bytes through the device's one door."""
     return device.statistics().uploaded_bytes.get((phase, CopyKind.WEIGHTS), 0)
+
+
+def has_changed(directory: Directory) -> bool:
+    """True when a shard's file is another one, or was written to, since its header was read."""
+    for shard in directory.shards:
+        try:
+            status = os.stat(shard.path)
+        except OSError:
+            return False  # nothing to load instead: what is resident serves on
+        if (status.st_size, status.st_mtime_ns, status.st_ino) != (shard.nbytes, shard.mtime_ns, shard.inode):
+            return True
+    return False
 
 
 # ---- threads under cancellation ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ async def admitted(state: ServerState) -> AsyncIterator[Backend]:
     try:
         yield backend
     finally:
-        state.running -= 1
+        state.leave()
 
 
 async def prepare_completion(state: ServerState, backend: Backend, call: CompletionCall) -> list[Prepared]:
@@ -84,17 +84,17 @@ class _Echo:
 async def prepare_chat(state: ServerState, backend: Backend, call: ChatCall) -> ChatRun:
     generation = call.generation
     check_generation(backend, generation)
-    ids = await backend.text.encode_chat(call)
+    prompt = await backend.text.encode_chat(call)
+    ids = prompt.ids
     check_context(backend, len(ids))
-    prepared = []
+    prepared, parsers = [], []
     for i in range(generation.n):
         constraint = await _chat_constraint(backend, call)
         request = _request(state, backend, generation, ids, i, constraint)
-        text = backend.text.token_text(
-            generation.stop, with_logprobs=generation.sampling.n_logprobs is not None
-        )
+        wants_scores = generation.sampling.n_logprobs is not None
+        text = backend.text.token_text(generation.stop, with_logprobs=wants_scores, chat=True)
         prepared.append(Prepared(request, text))
-    parsers = [backend.text.chat.parser(call) for _ in prepared]
+        parsers.append(backend.text.parser(call, prompt, constrained=constraint is not None))
     return ChatRun(backend.engine, prepared, parsers)
 
 
@@ -105,7 +105,7 @@ async def _chat_constraint(backend: Backend, call: ChatCall) -> Constraint | Non
             refuse(
                 "response_format cannot be combined with a tool_choice that demands a call", "response_format"
             )
-        return await backend.text.chat_constraint(call)
+        return await backend.text.call_constraint(call)
     wanted = call.generation.format
     return None if wanted is None else await backend.text.constraint(wanted)
 

@@ -4,48 +4,26 @@ Gauges are rendered from statistics when asked; only requests count here.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from streamer.runtime.account import Snapshot
 
 TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 15, 30, 60)
 GAP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 5)
 ROUTES_OTHER = "other"
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Everything `/metrics` shows that other rooms count. The service makes one a scrape."""
-
-    residency_bytes: Mapping[str, int] = field(default_factory=dict)  # by state
-    residency_ratio: float = 0.0
-    load_seconds: float = 0.0
-    load_phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    h2d_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (phase, kind)
-    queue: int = 0
-    sequences: Mapping[str, int] = field(default_factory=dict)  # by state
-    kv_pages: Mapping[str, int] = field(default_factory=dict)  # by state
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    step_seconds: Mapping[str, tuple[Mapping[float, int], float]] = field(
-        default_factory=dict
-    )  # buckets, sum
-    device_bytes: Mapping[str, int] = field(default_factory=dict)  # by use
-    pinned_bytes: int = 0
-    connections: int = 0
-    connections_refused: int = 0
-
-
 class Metrics:
     """The registry and the counters of the HTTP side. `snapshot` is set by the service."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], connections: Callable[[], tuple[int, int]]) -> None:
+        """`connections`: open now, and turned away so far."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_SnapshotCollector(snapshot))
+        self.registry.register(_SnapshotCollector(snapshot, connections))
         self._requests = Counter(
             "ggufd_requests", "Requests answered", ["route", "code"], registry=self.registry
         )
@@ -75,8 +53,8 @@ class Metrics:
 
 
 class _SnapshotCollector(Collector):
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Callable[[], Snapshot], connections: Callable[[], tuple[int, int]]) -> None:
+        self._snapshot, self._connections = snapshot, connections
 
     def collect(self) -> Iterable[Metric]:
         s = self._snapshot()
@@ -96,8 +74,9 @@ class _SnapshotCollector(Collector):
         yield _steps(s.step_seconds)
         yield _gauge("device_bytes", "Device memory by use", ["use"], s.device_bytes)
         yield _gauge("pinned_bytes", "Page-locked host memory", [], {(): s.pinned_bytes})
-        yield _gauge("connections", "Open connections", [], {(): s.connections})
-        yield _counter("connections_refused", "Connections turned away", [], {(): s.connections_refused})
+        n_open, n_refused = self._connections()
+        yield _gauge("connections", "Open connections", [], {(): n_open})
+        yield _counter("connections_refused", "Connections turned away", [], {(): n_refused})
 
 
 Values = Mapping[str, float] | Mapping[tuple[str, str], int] | Mapping[tuple[()], float]

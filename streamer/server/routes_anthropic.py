@@ -41,7 +41,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.StreamResponse:
     async with admitted(request.app[STATE]) as backend:
         call = read_anthropic(await read_json(request), counting=True)
-        return json_response({"input_tokens": len(await backend.text.encode_chat(call))})
+        return json_response({"input_tokens": len((await backend.text.encode_chat(call)).ids)})
 
 
 def _error_frame(error: ClientError) -> bytes:

@@ -41,7 +41,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
 async def apply_template(request: web.Request) -> web.StreamResponse:
     backend = request.app[STATE].ready_backend()
     call: ChatCall = read_chat(await read_json(request))
-    return json_response({"prompt": await backend.text.run(backend.text.chat.render, call)})
+    return json_response({"prompt": (await backend.text.render(call)).text})
 
 
 async def completion(request: web.Request) -> web.StreamResponse:

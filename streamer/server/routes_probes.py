@@ -116,7 +116,7 @@ async def props(request: web.Request) -> web.Response:
             "model_path": card.root,
             "model_ftype": card.ftype,
             "modalities": {"vision": False, "audio": False},
-            "chat_template": backend.text.chat.source,
+            "chat_template": backend.text.templates.source,
             "bos_token": _token_name(tokenizer, tokenizer.bos_id),
             "eos_token": _token_name(tokenizer, tokenizer.eos_id),
             "build_info": request.app[BUILD],

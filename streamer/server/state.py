@@ -3,6 +3,7 @@
 The service fills it in.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -91,6 +92,19 @@ class ServerState:
     backend: Backend | None = None
     status: str = "loading"  # loading | ready | draining | failed
     running: int = 0  # inference requests being answered
+    _idle: "asyncio.Future[None] | None" = None
+
+    async def wait_idle(self) -> None:
+        """Return once no inference request is being answered."""
+        while self.running:
+            self._idle = asyncio.get_running_loop().create_future()
+            await self._idle
+
+    def leave(self) -> None:
+        """One request has been answered."""
+        self.running -= 1
+        if not self.running and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
 
     def ready_backend(self) -> Backend:
         """The backend, or the 503 that says why there is none."""

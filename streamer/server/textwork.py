@@ -5,53 +5,60 @@ threads, so that probes are answered meanwhile.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from streamer.engine.request import Constraint
 from streamer.server.api.calls import ChatCall, OutputFormat
+from streamer.server.chatparse import ChatParser
 from streamer.server.chatrun import OutputParser
 from streamer.server.pieces import TokenText
+from streamer.text import grammars
+from streamer.text.chat_template import ChatTemplates, RenderedChat
+from streamer.text.constraint import ConstraintFactory
 from streamer.text.detokenizer import Detokenizer, StopMatcher
-from streamer.text.tokenizer import Tokenizer
+from streamer.text.reasoning import ReasoningSplitter, opens_thinking, thinks
+from streamer.text.tokenizer import Tokenizer, build_tokenizer
+from streamer.text.tools import SHOWN_TOKENS, ToolCallParser, choose_form, instructions, knows_tools
+from streamer.text.vocabulary import read_vocabulary
 
 T = TypeVar("T")
 INLINE_CHARACTERS = 256  # encoded on the loop: under 0.2 ms
 
 
-class ChatFormat(Protocol):
-    """The model's way of writing conversations (template, tools, reasoning).
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation. `opened`: the template ended inside a thought."""
 
-    Blocking calls; run in threads.
-    """
-
-    def encode(self, call: ChatCall) -> list[int]: ...
-    def render(self, call: ChatCall) -> str: ...
-    def parser(self, call: ChatCall) -> OutputParser: ...
-    def constraint(self, call: ChatCall) -> Constraint | None: ...
-    @property
-    def source(self) -> str: ...
+    ids: list[int]
+    opened: bool
 
 
 class TextWork:
-    """Tokenizer, chat format and constraints of one model behind coroutines."""
+    """Tokenizer, chat templates and constraints of one model behind coroutines."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        chat: ChatFormat,
-        constrain: Callable[[OutputFormat], Constraint],
+        templates: ChatTemplates,
+        constraints: ConstraintFactory,
         *,
-        n_vocab: int,
         threads: int = 2,
     ) -> None:
-        self.tokenizer, self.chat, self.n_vocab = tokenizer, chat, n_vocab
-        self._constrain = constrain
+        self.tokenizer, self.templates, self._constraints = tokenizer, templates, constraints
+        self._form = choose_form(templates.source)
+        self._thinks = thinks(templates.source)
+        self._knows_tools = any(knows_tools(source) for source in templates.sources.values())
+        by_text = tokenizer.ids_by_text
+        self._shown = frozenset(by_text[text] for text in SHOWN_TOKENS if text in by_text)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    # ---- prompts -------------------------------------------------------------------------------------------
 
     async def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         def encode() -> list[int]:
@@ -59,22 +66,88 @@ class TextWork:
 
         return encode() if len(text) <= INLINE_CHARACTERS else await self.run(encode)
 
-    async def encode_chat(self, call: ChatCall) -> list[int]:
-        """Render and encode; control tokens in contents stay text.
+    async def render(self, call: ChatCall) -> RenderedChat:
+        """The prompt's text. ClientError 400 when the template refuses, fails or takes too long."""
+        messages, tools = call.messages, call.tools if call.tool_choice != "none" else ()
+        if tools and not self._knows_tools:
+            messages, tools = _told_in_words(messages, instructions(tools)), ()
+        return await self.templates.render(messages, tools=tools or None, **call.template_kwargs)
 
-        ClientError 400 when the template refuses.
-        """
-        return await self.run(self.chat.encode, call)
+    async def encode_chat(self, call: ChatCall) -> ChatPrompt:
+        """Render and encode; names of control tokens in contents stay text."""
+        rendered = await self.render(call)
+        ids = await self.run(self.templates.encode, rendered)
+        return ChatPrompt(ids, opens_thinking(rendered.text))
+
+    # ---- answers -------------------------------------------------------------------------------------------
+
+    def token_text(self, stops: tuple[str, ...], *, with_logprobs: bool, chat: bool = False) -> TokenText:
+        """`chat`: tags of thoughts and calls are shown to the parser even where they are control tokens."""
+        detokenizer = Detokenizer(self.tokenizer, shown=self._shown if chat else ())
+        return TokenText(detokenizer, self.tokenizer, StopMatcher(stops), with_logprobs)
+
+    def parser(self, call: ChatCall, prompt: ChatPrompt, *, constrained: bool) -> OutputParser:
+        """A constrained answer has no thoughts: its grammar begins at once."""
+        splitter = ReasoningSplitter(opened=prompt.opened) if self._thinks and not constrained else None
+        wants_calls = bool(call.tools) and call.tool_choice != "none"
+        return ChatParser(splitter, ToolCallParser(self._form, call.tools) if wants_calls else None)
 
     async def constraint(self, wanted: OutputFormat) -> Constraint:
         """One for one sequence. ClientError 400 when the schema or grammar cannot be used."""
-        return await self.run(self._constrain, wanted)
+        return await self.run(lambda: self._constraints.compile(_grammar(wanted)))
 
-    async def chat_constraint(self, call: ChatCall) -> Constraint | None:
-        return await self.run(self.chat.constraint, call)
+    async def call_constraint(self, call: ChatCall) -> Constraint:
+        """For a tool_choice that demands a call."""
+        _, _, name = call.tool_choice.partition(":")
 
-    def token_text(self, stops: tuple[str, ...], *, with_logprobs: bool) -> TokenText:
-        return TokenText(Detokenizer(self.tokenizer), self.tokenizer, StopMatcher(stops), with_logprobs)
+        def compile_calls() -> Constraint:
+            grammar = grammars.tool_calls(
+                self._form, call.tools, name=name or None, parallel=call.parallel_tool_calls
+            )
+            return self._constraints.compile(grammar)
+
+        return await self.run(compile_calls)
 
     def close(self) -> None:
+        self.templates.close()
+        self._constraints.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _grammar(wanted: OutputFormat) -> str:
+    if wanted.grammar is not None:
+        return grammars.gbnf(wanted.grammar)
+    return grammars.json_object() if wanted.json_object else grammars.json_schema(wanted.json_schema)
+
+
+def _told_in_words(messages: tuple[dict[str, Any], ...], text: str) -> tuple[dict[str, Any], ...]:
+    """The tools in the system message, for templates that have no place for them."""
+    if messages[0]["role"] == "system":
+        return ({**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:])
+    return ({"role": "system", "content": text}, *messages)
+
+
+# ---- building ----------------------------------------------------------------------------------------------
+
+
+def check_text(metadata: Mapping[str, object], path: str) -> None:
+    """Refuse a vocabulary that cannot work, before anything is allocated. Blocking. GGUFError."""
+    read_vocabulary(metadata, path)
+
+
+async def build_text(
+    metadata: Mapping[str, object], path: str, n_vocab: int, *, template_timeout_s: float
+) -> TextWork:
+    """Tokenizer, template process and constraint process, built beside the upload. GGUFError."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(2, thread_name_prefix="tokenizer") as threads:
+        tokenizer = await loop.run_in_executor(threads, lambda: build_tokenizer(metadata, path=path))
+        templates = ChatTemplates(metadata, tokenizer, deadline_s=template_timeout_s)
+        constraints = ConstraintFactory(tokenizer, n_vocab)
+        try:
+            await templates.start()
+        except BaseException:
+            templates.close()
+            constraints.close()
+            raise
+        return TextWork(tokenizer, templates, constraints)
