@@ -56,6 +56,19 @@ def test_lengths_past_the_end_are_refused(p, refuse):
     assert refuse(p.Header(keys=[p.ARCHITECTURE], tensors=[name])).subject == "tensor 0"
 
 
+@pytest.mark.parametrize("left", range(8))
+def test_a_string_array_that_ends_inside_a_length_is_refused(p, refuse, left):
+    strings = struct.pack("<Q", 100) + bytes(100) + bytes(left)
+    raw = struct.pack("<IQ", p.STRING, 2) + strings
+    assert "past the end" in refuse(p.Header(keys=[p.raw_key("k", p.ARRAY, raw)])).reason
+
+
+@pytest.mark.parametrize("element", [8, 9])
+def test_more_elements_than_bytes_are_refused_at_once(p, refuse, element):
+    raw = struct.pack("<IQ", element, 50) + bytes(100)
+    assert "cannot fit" in refuse(p.Header(keys=[p.raw_key("k", p.ARRAY, raw)])).reason
+
+
 @pytest.mark.parametrize("type", [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12])
 def test_scalars_cut_off_by_the_end_are_refused(p, refuse, type):
     whole = p.Header(keys=[p.key("last", type, 1)]).build()
@@ -150,7 +163,8 @@ def test_a_huge_number_of_dimensions_is_refused(p, refuse):
     ],
 )
 def test_sizes_that_wrap_64_bits_are_refused(p, refuse, shape, type):
-    assert refuse(p.Header(tensors=[p.tensor("weight", shape, type)], data=bytes(64))).subject == "weight"
+    error = refuse(p.Header(tensors=[p.tensor("weight", shape, type)], data=bytes(64)))
+    assert (error.subject, "64 bits" in error.reason) == ("weight", True)
 
 
 @pytest.mark.parametrize("offset", [1 << 20, 64, (1 << 64) - 32, (1 << 64) - 64, 1 << 63])
@@ -278,8 +292,11 @@ def test_paths_that_are_no_file_are_refused(refuse, tmp_path):
 
 @pytest.mark.parametrize("claim", [1, 2, 1 << 20, 1 << 40, (1 << 64) - 1])
 def test_counts_over_what_the_file_holds_are_refused(p, refuse, claim):
-    refuse(p.Header(keys=[], n_keys=claim))
-    refuse(p.Header(keys=[p.ARCHITECTURE], n_tensors=claim))
+    assert f"{claim} keys cannot fit" in refuse(p.Header(keys=[], n_keys=claim)).reason
+    if claim > 1:  # one would fit in the bytes of the key
+        assert (
+            f"{claim} tensors cannot fit" in refuse(p.Header(keys=[p.ARCHITECTURE], n_tensors=claim)).reason
+        )
 
 
 def test_millions_of_tiny_values_are_refused_before_they_cost_time(p, refuse):
