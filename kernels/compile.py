@@ -7,6 +7,7 @@ a later compiler invents does not stop a user's daemon.
 """
 
 import hashlib
+import importlib.util
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -241,10 +242,17 @@ def _headers(directory: Path) -> tuple[tuple[str, str], ...]:
 @lru_cache(maxsize=1)
 def _include_flags() -> tuple[str, ...]:
     """Where cuda_fp16.h and its like lie: the nvidia-cuda-runtime wheel, else an installed toolkit."""
-    from cuda.pathfinder import find_nvidia_header_directory
+    nvidia = importlib.util.find_spec("nvidia")
+    for package in (nvidia.submodule_search_locations or ()) if nvidia is not None else ():
+        for header in sorted(Path(package).glob("*/include/cuda_fp16.h"), reverse=True):  # cu13 before cu12
+            return (f"--include-path={header.parent}",)
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
 
-    directory = find_nvidia_header_directory("cudart")
-    return (f"--include-path={directory}",) if directory else ()
+        directory = find_nvidia_header_directory("cudart")
+    except (ImportError, RuntimeError):  # a pathfinder that does not know headers
+        directory = None
+    return (f"--include-path={directory or '/usr/local/cuda/include'}",)
 
 
 @lru_cache(maxsize=1)

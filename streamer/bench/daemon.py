@@ -35,13 +35,18 @@ class DaemonError(RuntimeError):
 
 @dataclass
 class Daemon:
-    """A running daemon that has said READY."""
+    """A daemon process and what was seen of it."""
 
     process: subprocess.Popen[bytes]
     socket_path: str
-    ready_s: float  # from exec to READY=1
-    own_memory_nbytes: int  # peak of its anonymous memory until READY
+    started_s: float  # by perf_counter
+    log: Path
+    ready_s: float = 0.0  # from exec to READY=1
+    own_memory_nbytes: int = 0  # peak of its anonymous memory until READY
     statuses: list[str] = field(default_factory=list)  # STATUS= lines, as systemd would show them
+
+    def failure(self, reason: str) -> DaemonError:
+        return DaemonError(f"{reason}: {self.log.read_text(errors='replace')[-2000:]}")
 
     def get(self, path: str) -> Any:
         """A JSON answer, or text where it is none."""
@@ -84,6 +89,31 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 @contextlib.contextmanager
+def started_daemon(
+    model: str, *, device: str, options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[Daemon, socket.socket]]:
+    """`ggufd serve MODEL`, just started, and the socket its notifications arrive at; ended with the block."""
+    with tempfile.TemporaryDirectory(prefix="ggufd-bench-") as folder:
+        notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        notify.bind(f"{folder}/notify.sock")
+        path = f"{folder}/ggufd.sock"
+        command = (sys.executable, "-m", "streamer", "serve", model, "--socket", path, "--device", device)
+        log = Path(folder) / "log"
+        with notify, log.open("wb") as output:
+            started_s = time.perf_counter()
+            process = subprocess.Popen(
+                [*command, *options],
+                env={**os.environ, **(environment or {}), "NOTIFY_SOCKET": f"{folder}/notify.sock"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                yield Daemon(process, path, started_s, log), notify
+            finally:
+                _end(process)
+
+
+@contextlib.contextmanager
 def running_daemon(
     model: str,
     *,
@@ -92,62 +122,66 @@ def running_daemon(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 180.0,
 ) -> Iterator[Daemon]:
-    """`ggufd serve MODEL` once it said READY; ended with the block. DaemonError when it never does."""
-    with tempfile.TemporaryDirectory(prefix="ggufd-bench-") as folder:
-        path = f"{folder}/ggufd.sock"
-        notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        notify.bind(f"{folder}/notify.sock")
-        command = [
-            sys.executable,
-            "-m",
-            "streamer",
-            "serve",
-            model,
-            "--socket",
-            path,
-            "--device",
-            device,
-            *options,
-        ]
-        log = Path(folder) / "log"
-        with notify, log.open("wb") as output:
-            started_s = time.perf_counter()
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **(environment or {}), "NOTIFY_SOCKET": f"{folder}/notify.sock"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
+    """A daemon once it said READY. DaemonError when it never does."""
+    with started_daemon(model, device=device, options=options, environment=environment) as (daemon, notify):
+        _wait_ready(daemon, notify, timeout_s)
+        yield daemon
+
+
+def interrupt_load(
+    model: str, *, device: str, fraction: float, options: Sequence[str] = ()
+) -> tuple[float, float]:
+    """SIGTERM once `fraction` of the bytes are resident: (the fraction met, seconds until it is gone).
+
+    DaemonError when it is ready before that, says READY after the signal, or ends otherwise than cleanly.
+    """
+    with started_daemon(model, device=device, options=options) as (daemon, notify):
+        met = 0.0
+        while met < fraction:
+            if daemon.process.poll() is not None:
+                raise daemon.failure("ended before it was told to")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                met = float(daemon.get("/readyz")["fraction"])
+            time.sleep(0.002)
+        seconds = daemon.stop()
+        notify.setblocking(False)
+        messages = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                messages.append(notify.recv(65536).decode())
+        if daemon.process.returncode != 0 or any("READY=1" in m.splitlines() for m in messages):
+            raise daemon.failure(
+                f"was ready, or ended with {daemon.process.returncode}, at {met:.2f} of the load"
             )
-            daemon = Daemon(process, path, 0.0, 0)
-            try:
-                _wait_ready(daemon, notify, started_s, timeout_s, log)
-                yield daemon
-            finally:
-                if process.poll() is None:
-                    process.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=30)
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
+        return met, seconds
 
 
-def _wait_ready(daemon: Daemon, notify: socket.socket, started_s: float, timeout_s: float, log: Path) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def _wait_ready(daemon: Daemon, notify: socket.socket, timeout_s: float) -> None:
     notify.settimeout(0.05)
-    while time.perf_counter() - started_s < timeout_s:
+    while time.perf_counter() - daemon.started_s < timeout_s:
         try:
             message = notify.recv(65536).decode()
         except TimeoutError:
             message = ""
-        daemon.ready_s = time.perf_counter() - started_s
+        daemon.ready_s = time.perf_counter() - daemon.started_s
         daemon.statuses += [x[7:] for x in message.splitlines() if x.startswith("STATUS=")]
         if daemon.process.poll() is not None:
-            raise DaemonError(f"exit code {daemon.process.returncode}: {log.read_text()[-2000:]}")
+            raise daemon.failure(f"exit code {daemon.process.returncode}")
         if "READY=1" in message.splitlines():
             return
         with contextlib.suppress(OSError):
             daemon.own_memory_nbytes = max(daemon.own_memory_nbytes, own_memory(daemon.process.pid))
-    raise DaemonError(f"not ready after {timeout_s:.0f} s: {log.read_text()[-2000:]}")
+    raise daemon.failure(f"not ready after {timeout_s:.0f} s")
 
 
 def cuda_start_s(ordinal: int) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from streamer.bench.cold_arms import cold_arm, touch_arm
-from streamer.bench.ready_arms import copies_arm, ready_arm
+from streamer.bench.ready_arms import copies_arm, interrupt_arm, ready_arm
 from streamer.bench.record import RESULTS, new_record
 from streamer.bench.subject import open_subject
 from streamer.bench.timeline import timeline_svg
@@ -45,6 +45,7 @@ ARMS: Mapping[str, Arm] = {
     "kept": kept_arm,
     "verify": verify_arm,
     "ready": ready_arm,
+    "interrupt": interrupt_arm,
     "copies": copies_arm,
     "cold": cold_arm,
     "touch": touch_arm,
@@ -78,11 +79,13 @@ TABLE: Mapping[str, tuple[str, str, str | None]] = {
     "cold_touch_gbps": ("cold file, touch and copy", "GB/s", None),
     "cold_untouched_gbps": ("cold file, driver faults", "GB/s", None),
     "touch_ratio": ("  touched of untouched", "", "> 1"),
+    "ready_file_gb": ("weights of the daemon's file", "GB", None),
     "cuda_start_s": ("cuInit and context", "s", None),
     "ready_s": ("exec to READY", "s", None),
     "ready_floor_s": ("  floor: start + bytes / link", "s", None),
     "ready_ratio": ("  of the floor", "", "<= 1.6"),
     "stop_s": ("SIGTERM to gone", "s", "< 2"),
+    "interrupt_s": ("SIGTERM in mid-load to gone", "s", "< 2"),
     "pinned_mib": ("pinned memory", "MiB", "<= 256"),
     "host_rss_mib": ("host memory of its own", "MiB", None),
     "unplanned_mib": ("device memory beyond the plan", "MiB", "0 (2 MiB pages)"),
@@ -118,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ring,
                 cores,
                 options.repeats,
-                options.model,
+                options.ready_model or options.model,
                 tuple(options.serve_option),
                 options.copy_trace,
             )
@@ -156,6 +159,7 @@ def _write(setting: Setting, report: Report, options: argparse.Namespace) -> Pat
         gpu=capabilities.name if capabilities.kind == "cuda" else None,
         parameters={
             "model": Path(options.model).name,
+            "ready_model": Path(options.ready_model or options.model).name,
             "weights": len(setting.subject.plan.weights),
             "layers": options.layers,
             "chunk_mib": options.chunk_mib,
@@ -212,6 +216,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--ring-mib", type=int, default=None, help="pinned memory of the ring; else two slots a thread"
     )
     parser.add_argument("--host-link", type=float, default=0.0, help="host device: simulated link, GB/s")
+    parser.add_argument("--ready-model", default=None, help="another file for the arms that start a daemon")
     parser.add_argument("--serve-option", action="append", default=[], help="passed to `ggufd serve`")
     parser.add_argument("--copy-trace", type=Path, default=None, help="library of benchmarks/copy_trace.c")
     parser.add_argument("--commit", default=None, help="written into the record; else asked of git")

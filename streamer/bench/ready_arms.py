@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from streamer.bench.cold import warm
-from streamer.bench.daemon import Daemon, cuda_start_s, running_daemon
+from streamer.bench.daemon import Daemon, cuda_start_s, interrupt_load, running_daemon
 from streamer.bench.link import MIB
+from streamer.bench.subject import open_subject
 from streamer.bench.warm_arms import Report, Setting
 
 COMPLETION = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
@@ -22,18 +23,21 @@ def ready_arm(setting: Setting, report: Report) -> None:
     on_gpu = capabilities.kind == "cuda"
     device = f"cuda:{capabilities.ordinal}" if on_gpu else "host"
     start_s = statistics.median(cuda_start_s(capabilities.ordinal) for _ in range(3)) if on_gpu else 0.0
-    warm(setting.subject.mappings)
     runs = []
-    for _ in range(setting.repeats):
-        with running_daemon(setting.model, device=device, options=setting.serve_options) as daemon:
-            runs.append(_daemon_run(daemon))
-        report.runs.append({"arm": "ready", **runs[-1]})
+    with open_subject(setting.model, chunk_nbytes=setting.options.chunk_nbytes) as subject:
+        warm(subject.mappings)
+        for _ in range(setting.repeats):
+            with running_daemon(setting.model, device=device, options=setting.serve_options) as daemon:
+                runs.append(_daemon_run(daemon))
+            report.runs.append({"arm": "ready", **runs[-1]})
+        nbytes = subject.nbytes
+    report.metrics["ready_file_gb"] = nbytes / 1e9
     report.metrics["cuda_start_s"] = start_s
     report.metrics["ready_s"] = statistics.median(run["ready_s"] for run in runs)
     report.metrics["stop_s"] = max(run["stop_s"] for run in runs)
     report.metrics["ready_own_memory_mib"] = max(run["own_memory_mib"] for run in runs)
     if report.link is not None:
-        floor = start_s + setting.subject.nbytes / 1e9 / report.link.peak_gbps
+        floor = start_s + nbytes / 1e9 / report.link.peak_gbps
         report.metrics["ready_floor_s"] = floor
         report.metrics["ready_ratio"] = report.metrics["ready_s"] / floor
 
@@ -64,6 +68,22 @@ def copies_arm(setting: Setting, report: Report) -> None:
     report.metrics["driver_h2d_bytes_until_ready"] = at_ready
     report.metrics["driver_h2d_bytes_after_ready"] = after - at_ready
     report.metrics["weight_h2d_bytes_serve"] = residency["weight_h2d_bytes_serve"]
+
+
+def interrupt_arm(setting: Setting, report: Report) -> None:
+    """SIGTERM while the load runs: how long until the process is gone, and is the device's memory back?"""
+    capabilities = setting.device.capabilities
+    device = f"cuda:{capabilities.ordinal}" if capabilities.kind == "cuda" else "host"
+    free = setting.device.memory_info().free
+    for fraction in (0.1, 0.5, 0.8):
+        met, seconds = interrupt_load(
+            setting.model, device=device, fraction=fraction, options=setting.serve_options
+        )
+        lost = free - setting.device.memory_info().free
+        report.runs.append(
+            {"arm": "interrupt", "fraction": round(met, 3), "stop_s": round(seconds, 3), "lost_bytes": lost}
+        )
+        report.metrics["interrupt_s"] = max(seconds, report.metrics.get("interrupt_s", 0.0))
 
 
 def settled_count(path: Path) -> int:

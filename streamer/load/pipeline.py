@@ -154,6 +154,7 @@ class _Load:
             steps.append(self.weights.close)
         if self.owns_sources:
             steps += [source.close for source in self.sources]
+            self.sources = []  # a failure of this very closing is undone without them
         errors = []
         for step in steps:
             try:
