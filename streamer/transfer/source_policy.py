@@ -6,6 +6,7 @@ The page cache is asked with mincore on a probe of 64 KiB in the chunk's middle 
 
 import ctypes
 import enum
+import os
 
 from streamer.plan.plan import Chunk
 from streamer.transfer.base import Origin, Source
@@ -58,6 +59,9 @@ def fill(way: Way, source: Source, chunk: Chunk, address: int) -> int:
         return 0
     if way is Way.DIRECT:
         return source.read_direct(address, offset, nbytes)
+    if way is Way.READ_DROP:
+        # readahead would make the next chunks look cached, and nobody would drop them
+        os.posix_fadvise(source.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     source.read_into(address, offset, nbytes)
     if way is Way.READ_DROP:
         source.drop(offset, nbytes)
