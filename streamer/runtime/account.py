@@ -41,7 +41,9 @@ def residency_object(ledger: Ledger, runtime: Runtime | None, *, with_layers: bo
     if runtime is not None:
         h2d_load = weight_bytes(runtime.device, CopyPhase.LOAD)
         h2d_serve = weight_bytes(runtime.device, CopyPhase.SERVE)
-    return to_json(residency, h2d_load=h2d_load, h2d_serve=h2d_serve, with_layers=with_layers)
+    phases = {str(phase): seconds for phase, seconds in residency.phase_seconds.items()}
+    known = to_json(residency, h2d_load=h2d_load, h2d_serve=h2d_serve, with_layers=with_layers)
+    return {**known, "phase_seconds": phases}
 
 
 def status_line(r: Residency) -> str:

@@ -99,9 +99,10 @@ def error_response(request: web.Request, error: ClientError) -> web.Response:
 
 
 async def set_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """on_response_prepare: every answer that a handler or an error made names its request."""
+    """on_response_prepare: every answer names its request, and not what it was made with."""
     if "id" in request:
         response.headers["X-Request-Id"] = request["id"]
+    response.headers["Server"] = "ggufd"
 
 
 def _request_id(request: web.Request) -> str:

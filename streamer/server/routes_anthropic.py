@@ -69,7 +69,7 @@ async def _stream(request: web.Request, run: ChatRun, head: dict[str, Any]) -> w
                 delta = {"stop_reason": reason, "stop_sequence": stop}
                 usage = usage_object(run.usage)
                 await stream.send(_frame("message_delta", delta=delta, usage=usage, ggufd=run.details))
-        await stream.send(_frame("message_stop"))
+        await stream.close(_frame("message_stop"))
     return await stream.close()
 
 

@@ -82,7 +82,7 @@ async def _stream_chat(
             await stream.send(frames)
         if call.generation.include_usage:
             await stream.send(chunk([], usage=usage_object(run.usage), ggufd=run.details))
-        await stream.send(DONE)
+        await stream.close(DONE)
     return await stream.close()
 
 
@@ -188,7 +188,7 @@ async def _stream_completion(
             usage = usage_object(usage_of([e.event for e in ordered], call.generation.n))
             details = details_object([(e.event, e.finish) for e in ordered])
             await stream.send(data_frame({**head, "choices": [], "usage": usage, "ggufd": details}))
-        await stream.send(DONE)
+        await stream.close(DONE)
     return await stream.close()
 
 

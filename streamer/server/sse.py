@@ -81,9 +81,10 @@ class EventStream:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
 
-    async def close(self) -> web.StreamResponse:
+    async def close(self, frames: bytes = b"") -> web.StreamResponse:
+        """The last frames and the end in one write: a client that leaves after them has missed nothing."""
         await self.open()
-        await self._response.write_eof()
+        await self._response.write_eof(frames)
         return self._response
 
 
