@@ -1,4 +1,4 @@
-"""What CUDA operators hand each other: an address with a shape, and the bump arena their temporaries come from."""
+"""What CUDA operators hand each other: an address with a shape; and the arena temporaries come from."""
 
 from dataclasses import dataclass, field
 
@@ -32,9 +32,9 @@ class DeviceArray:
 
 @dataclass
 class Arena:
-    """Bump allocation of temporaries inside one planned workspace buffer; `reset` at the start of each sublayer.
+    """Bump allocation inside one planned workspace buffer; `reset` at the start of each sublayer.
 
-    With `capacity` None nothing is handed out but sizes are counted: a dry run gives `peak`, the bytes the plan needs.
+    With `capacity` None sizes are only counted: a dry run gives `peak`, the bytes the plan needs.
     """
 
     base: int

@@ -1,7 +1,7 @@
 """A batch as tables in device memory: one packed host buffer, one copy a step. Pure packing; no driver here.
 
-Graphs never change: they read everything that varies from these tables at fixed offsets. A decode bucket of B rows has
-a layout of its own (B rows, B spans, B logit rows); unused rows are padding (span -1, slot -1, id 0).
+Graphs never change: they read everything that varies from these tables at fixed offsets. A decode bucket of B
+rows has a layout of its own (B rows, spans and logit rows); unused rows are padding (span -1, slot -1, id 0).
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class TableShape:
 
 
 class TableLayout:
-    """Byte offsets of every table for one shape. The order puts what every step sends first, the rest last."""
+    """Byte offsets of every table for one shape. What every step sends comes first, the rest last."""
 
     def __init__(self, shape: TableShape) -> None:
         self.shape = shape
@@ -166,7 +166,8 @@ def _pack_spans(batch: Batch, shape: TableShape, views: Views) -> tuple[int, int
 def _pack_sampling(sampling: SamplingBatch, layout: TableLayout, views: Views) -> int:
     n = len(sampling.temperature)
     for name, padding in (
-        ("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("uniform", 0), ("slots", -1), ("target_ids", -1),
+        ("temperature", 0), ("top_k", 0), ("top_p", 1), ("min_p", 0), ("uniform", 0), ("slots", -1),
+        ("target_ids", -1),
     ):  # fmt: skip
         views[name][:n] = getattr(sampling, name)
         views[name][n:] = padding

@@ -14,7 +14,7 @@ constexpr int CONV_WIDTH = 4;
 
 // Grid (ceil(channels / 256), n_tiles): depthwise convolution over time, then SiLU.
 // tiles (n_tiles) int4 {first row, rows, first row of the span, slot}; a tile of a single-row span also shifts the state.
-__global__ void __launch_bounds__(256, 4) conv_silu(
+extern "C" __global__ void __launch_bounds__(256, 4) conv_silu(
     const float *__restrict__ u, const float *__restrict__ weight, float *__restrict__ conv_state, float *__restrict__ out,
     const int4 *__restrict__ tiles, int channels, int single_rows) {
     pdl_wait();
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256, 4) conv_silu(
 }
 
 // Grid (ceil(channels / 256), n_spans), after conv_silu has read the old state of spans of several rows.
-__global__ void __launch_bounds__(256) conv_state_update(
+extern "C" __global__ void __launch_bounds__(256) conv_state_update(
     const float *__restrict__ u, float *__restrict__ conv_state, const int4 *__restrict__ spans, int channels) {
     pdl_wait();
     pdl_launch();
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(128) gated_delta(
 }
 
 // Grid (n_rows, ceil(n_v_heads / 4)), a warp a head: out = RMS(o; weight) * silu(z), in place of o.
-__global__ void __launch_bounds__(128) gated_norm(
+extern "C" __global__ void __launch_bounds__(128) gated_norm(
     float *__restrict__ o, const float *__restrict__ z, const float *__restrict__ weight, int n_v_heads, int v_dim,
     int z_stride, float epsilon) {
     pdl_wait();

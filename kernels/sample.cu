@@ -29,7 +29,7 @@ struct Histogram {  // one a row, zeroed by sample_pick for the next step
 __device__ __forceinline__ bool better(float a, int i, float b, int j) { return a > b || (a == b && i < j); }
 
 // Grid (n_slices, n_rows), 256 threads.
-__global__ void __launch_bounds__(256, 4) sample_prepare(
+extern "C" __global__ void __launch_bounds__(256, 4) sample_prepare(
     const float *__restrict__ logits, float *work, SliceStatistics *__restrict__ slices,
     const float *__restrict__ temperature, const int *__restrict__ adjust_start, const int *__restrict__ adjust_ids,
     const float *__restrict__ adjust_divide, const float *__restrict__ adjust_add, const int *__restrict__ mask_of_row,
@@ -113,7 +113,7 @@ __device__ __forceinline__ float row_work_max(const SliceStatistics *slices, int
 __device__ __forceinline__ int bin_of(float max, float x) { return min(BINS - 1, (int)((max - x) * BINS_A_NAT)); }
 
 // Grid (n_slices, n_rows), 256 threads: counts and mass of the adjusted logits by distance from the row's maximum.
-__global__ void __launch_bounds__(256, 4) sample_histogram(
+extern "C" __global__ void __launch_bounds__(256, 4) sample_histogram(
     const float *__restrict__ work, const SliceStatistics *__restrict__ slices, const float *__restrict__ temperature,
     Histogram *__restrict__ histograms, int pitch, int n_vocab) {
     pdl_wait();
@@ -318,7 +318,7 @@ __device__ void pick_by_draw(const float *w, PickShared &s, int n_vocab, int top
 }
 
 // Grid (n_rows), 1024 threads: the id, its log-probability, the target's; keeps the id for the slot's next step.
-__global__ void __launch_bounds__(1024) sample_pick(
+extern "C" __global__ void __launch_bounds__(1024) sample_pick(
     const float *__restrict__ logits, const float *__restrict__ work, const SliceStatistics *__restrict__ slices,
     Histogram *__restrict__ histograms, const float *__restrict__ temperature, const int *__restrict__ top_k,
     const float *__restrict__ top_p, const float *__restrict__ min_p, const float *__restrict__ uniform,
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(1024) sample_pick(
 }
 
 // Grid (n_rows), 1024 threads: the n_top most likely ids of the model's own distribution (ids < n_valid), best first.
-__global__ void __launch_bounds__(1024) sample_top(
+extern "C" __global__ void __launch_bounds__(1024) sample_top(
     const float *__restrict__ logits, const float *__restrict__ log_sums, int *__restrict__ top_ids,
     float *__restrict__ top_logprobs, int pitch, int n_valid, int n_top) {
     pdl_wait();
@@ -398,9 +398,28 @@ __global__ void __launch_bounds__(1024) sample_top(
 }
 
 // Grid (1), 256 threads: the ids a step embeds; -1 means the id sampled last for the row's slot.
-__global__ void resolve_ids(const int *__restrict__ token_ids, const int *__restrict__ row_slot, const int *__restrict__ last_ids,
+extern "C" __global__ void resolve_ids(const int *__restrict__ token_ids, const int *__restrict__ row_slot, const int *__restrict__ last_ids,
                             int *__restrict__ resolved, int n_rows) {
     pdl_wait();
     pdl_launch();
     for (int r = threadIdx.x; r < n_rows; r += blockDim.x) resolved[r] = token_ids[r] >= 0 ? token_ids[r] : last_ids[max(0, row_slot[r])];
+}
+
+// Grid (ceil(columns / 1024), n): rows of x by number, for the head.
+extern "C" __global__ void __launch_bounds__(256) gather_rows(const float *__restrict__ x, const int *__restrict__ rows, float *__restrict__ out,
+                                                   int columns, int x_stride) {
+    pdl_wait();
+    pdl_launch();
+    const int c = (blockIdx.x * 256 + threadIdx.x) * 4;
+    if (c >= columns) return;
+    *reinterpret_cast<float4 *>(out + (size_t)blockIdx.y * columns + c) =
+        *reinterpret_cast<const float4 *>(x + (size_t)rows[blockIdx.y] * x_stride + c);
+}
+
+// Grid (ceil(n_vocab / 256), n): l = cap * tanh(l / cap), in place.
+extern "C" __global__ void __launch_bounds__(256) softcap_logits(float *logits, int pitch, int n_vocab, float cap) {
+    pdl_wait();
+    pdl_launch();
+    const int i = blockIdx.x * 256 + threadIdx.x;
+    if (i < n_vocab) logits[(size_t)blockIdx.y * pitch + i] = cap * tanhf(logits[(size_t)blockIdx.y * pitch + i] / cap);
 }

@@ -1,0 +1,279 @@
+"""Steps a model on a CUDA device: tables up, a graph or eager launches, results back. One thread owns it.
+
+A decode step of B rows replays the graph of the smallest bucket that holds B; anything else (prefill, mixed
+batches, embeddings) is launched eagerly. A step costs one upload of tables, one replay and one small
+download; only `PendingStep.result` waits, so the next step may be queued before it.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from streamer.device.base import CopyKind, Event, PinnedBuffer
+from streamer.errors import DeviceError
+from streamer.kernels.cuda_array import DeviceArray
+from streamer.kernels.cuda_graph import Graph
+from streamer.kernels.cuda_limits import Limits, StepShape
+from streamer.kernels.cuda_ops import CudaOps
+from streamer.kernels.cuda_sample import ResultLayout
+from streamer.kernels.cuda_tables import Packed, TableLayout, TableShape, Views, pack
+from streamer.kernels.cuda_workspace import Workspace
+from streamer.kernels.ops import Batch, ExecutorStatistics, Model, SamplingBatch, StepResult
+
+IN_FLIGHT = 3  # steps whose host buffers are not reused yet
+ADJUSTMENTS_A_ROW = 2048  # sparse logit adjustments there is room for, on average over the sequences
+
+
+def table_layouts(limits: Limits, mask_words: int) -> dict[int, TableLayout]:
+    """One layout a decode bucket, and under 0 the eager one."""
+
+    def layout(rows: int, spans: int, logits: int) -> TableLayout:
+        return TableLayout(
+            TableShape(
+                n_rows=rows,
+                n_spans=spans,
+                n_logits=logits,
+                max_pages=limits.max_pages,
+                n_adjust=ADJUSTMENTS_A_ROW * limits.max_sequences,
+                n_masks=limits.max_sequences,
+                mask_words=mask_words,
+            )
+        )
+
+    buckets = {b: layout(b, b, b) for b in limits.buckets}
+    return {0: layout(limits.max_rows, limits.max_sequences, limits.max_rows), **buckets}
+
+
+@dataclass
+class _Turn:
+    """Host buffers of one step in flight."""
+
+    tables: PinnedBuffer
+    results: PinnedBuffer
+    views: dict[int, Views]  # by bucket
+    event: Event | None = None  # after the step's last copy
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step on its way. `result` may be called once, before IN_FLIGHT - 1 further steps."""
+
+    event: Event
+    read: Callable[[], StepResult]
+
+    def result(self) -> StepResult:
+        self.event.sync()
+        return self.read()
+
+
+class CudaExecutor:
+    """`Executor` over one CUDA device. Owns graphs, host buffers, workspace; not weights, cache, device."""
+
+    def __init__(
+        self,
+        device: Any,
+        stream: Any,
+        model: Model,
+        ops: CudaOps,
+        cache: Any,
+        workspace: Workspace,
+        limits: Limits,
+    ) -> None:
+        """`device` a CudaDevice, `stream` the compute stream, `cache` a PagedCache on it."""
+        self._device, self._stream, self._model, self._ops, self._cache = device, stream, model, ops, cache
+        self._workspace, self._limits = workspace, limits
+        self._layouts = table_layouts(limits, -(-model.n_vocab // 32))
+        self._results = {b: ResultLayout(layout.shape.n_logits) for b, layout in self._layouts.items()}
+        self._turns: list[_Turn] = []
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._steps = self._replays = 0
+        self._n_embd = workspace.n_embd
+
+    # ---- before READY ----------------------------------------------------------------------------
+
+    def warm(self) -> None:
+        """Host buffers, every graph captured and replayed once, one eager step."""
+        table_nbytes = max(layout.nbytes for layout in self._layouts.values())
+        result_nbytes = max(layout.nbytes for layout in self._results.values())
+        for _ in range(IN_FLIGHT):
+            tables = self._device.allocate_pinned(table_nbytes)
+            results = self._device.allocate_pinned(result_nbytes)
+            views = {b: layout.views(tables.view) for b, layout in self._layouts.items()}
+            self._turns.append(_Turn(tables, results, views))
+        for bucket in self._limits.buckets:
+            for sampled in (False, True):
+                self._graphs[bucket, sampled] = self._captured(bucket, sampled)
+        self._warm_steps()
+
+    def _captured(self, bucket: int, sampled: bool) -> Graph:
+        shape = self._graph_shape(bucket, sampled)
+        return Graph(self._device, self._stream.raw, lambda: self._queue(shape, bucket))
+
+    def _warm_steps(self) -> None:
+        """Replay every graph with padding rows only: first launches load code."""
+        for bucket, sampled in self._graphs:
+            self._step_tables(bucket, _padding_batch(), _padding_sampling())
+            self._graphs[bucket, sampled].replay(stream=self._stream.handle)
+        self._stream.sync()
+
+    def _graph_shape(self, bucket: int, sampled: bool) -> StepShape:
+        layout = self._layouts[bucket]
+        return StepShape(
+            base=self._workspace.tables,
+            layout=layout,
+            n_rows=bucket,
+            n_decode=bucket,
+            n_attention_tiles=0,
+            n_conv_tiles=bucket,
+            n_spans=bucket,
+            n_logits=bucket,
+            single_rows=True,
+            sampled=sampled,
+            n_top=0,
+            want_hidden=False,
+        )
+
+    # ---- steps -----------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, sampling: SamplingBatch) -> Pending:
+        """Queue one step. Raises DeviceError; the arrays of `batch` are read before it returns."""
+        graphs = batch.is_decode and not batch.want_hidden and len(batch.logit_rows) == batch.n_rows
+        bucket = self._limits.bucket(batch.n_rows) if graphs else 0
+        turn, packed = self._step_tables(bucket, batch, sampling)
+        self._steps += 1
+        if bucket:
+            self._graphs[bucket, packed.sampled].replay(stream=self._stream.handle)
+            self._replays += 1
+            if packed.n_top:
+                self._ops.top(
+                    len(batch.logit_rows), packed.n_top, self._results[bucket], stream=self._stream.handle
+                )
+            return self._pending(turn, bucket, len(batch.logit_rows), packed.n_top)
+        out = self._queue(self._eager_shape(batch, packed), 0)
+        if batch.want_hidden:
+            return self._pending_hidden(turn, out, len(batch.logit_rows))
+        return self._pending(turn, 0, len(batch.logit_rows), packed.n_top)
+
+    def _step_tables(self, bucket: int, batch: Batch, sampling: SamplingBatch) -> tuple[_Turn, Packed]:
+        turn = self._turns[self._steps % IN_FLIGHT]
+        if turn.event is not None:
+            turn.event.sync()  # the device has read the tables this turn held
+        packed = pack(batch, sampling, self._layouts[bucket], turn.views[bucket])
+        self._device.upload(
+            self._workspace.buffer,
+            self._workspace.tables - self._workspace.buffer.handle,
+            turn.tables.address,
+            packed.nbytes,
+            stream=self._stream,
+            kind=CopyKind.TABLES,
+        )
+        turn.event = self._stream.record()
+        return turn, packed
+
+    def _eager_shape(self, batch: Batch, packed: Packed) -> StepShape:
+        return StepShape(
+            base=self._workspace.tables,
+            layout=self._layouts[0],
+            n_rows=batch.n_rows,
+            n_decode=packed.n_decode,
+            n_attention_tiles=packed.n_attention_tiles,
+            n_conv_tiles=packed.n_conv_tiles,
+            n_spans=packed.n_spans,
+            n_logits=len(batch.logit_rows),
+            single_rows=packed.single_rows,
+            sampled=packed.sampled,
+            n_top=packed.n_top,
+            want_hidden=batch.want_hidden,
+        )
+
+    def _queue(self, shape: StepShape, bucket: int) -> Any:
+        self._ops.begin(shape, self._results[bucket], stream=self._stream.handle)
+        return self._model.forward(self._ops)
+
+    def _pending(self, turn: _Turn, bucket: int, n_rows: int, n_top: int) -> Pending:
+        layout = self._results[bucket]
+        nbytes = layout.nbytes if n_top else layout.fixed_nbytes
+        offset = self._workspace.results - self._workspace.buffer.handle
+        self._device.download(
+            self._workspace.buffer, offset, turn.results.address, nbytes, stream=self._stream
+        )
+        turn.event = self._stream.record()
+        return Pending(turn.event, lambda: layout.read(turn.results.view, n_rows, n_top))
+
+    def _pending_hidden(self, turn: _Turn, out: DeviceArray, n_rows: int) -> Pending:
+        hidden = np.empty((n_rows, self._n_embd), np.float32)
+        offset = out.address - self._workspace.buffer.handle
+        self._device.download(
+            self._workspace.buffer, offset, hidden.ctypes.data, hidden.nbytes, stream=self._stream
+        )
+        turn.event = self._stream.record()
+        return Pending(turn.event, lambda: _hidden_result(hidden))
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def copy_state(self, source_slot: int, target_slot: int) -> None:
+        for address, nbytes in self._state_slots():
+            self._device.driver.call(
+                "cuMemcpyDtoDAsync",
+                address + target_slot * nbytes,
+                address + source_slot * nbytes,
+                nbytes,
+                self._stream.raw,
+            )
+
+    def reset_state(self, slot: int) -> None:
+        for address, nbytes in self._state_slots():
+            self._device.driver.call("cuMemsetD8Async", address + slot * nbytes, 0, nbytes, self._stream.raw)
+
+    def _state_slots(self) -> list[tuple[int, int]]:
+        """(address of slot 0, bytes a slot) of every layer's conv and delta state."""
+        self._device.activate()
+        base = self._cache.state_address
+        return [
+            pair
+            for region in self._cache.state_regions
+            for pair in (
+                (base + region.conv_offset, region.conv_slot_nbytes),
+                (base + region.delta_offset, region.delta_slot_nbytes),
+            )
+        ]
+
+    # ---- account and end -------------------------------------------------------------------------
+
+    def statistics(self) -> ExecutorStatistics:
+        nodes = max((graph.n_nodes for graph in self._graphs.values()), default=0)
+        details = {"replays": self._replays, "graphs": len(self._graphs), "graph_nodes": nodes}
+        return ExecutorStatistics(self._steps, self._workspace.buffer.nbytes, details)
+
+    def close(self) -> None:
+        """Wait for the stream, then free graphs, host buffers and workspace. Idempotent."""
+        with suppress(DeviceError):  # after a lost context there is nothing to wait for
+            self._stream.sync()
+        while self._graphs:
+            self._graphs.popitem()[1].close()
+        while self._turns:
+            turn = self._turns.pop()
+            turn.views.clear()
+            turn.tables.close()
+            turn.results.close()
+        self._workspace.close()
+
+
+def _hidden_result(hidden: np.ndarray[Any, np.dtype[np.float32]]) -> StepResult:
+    n = len(hidden)
+    zeros, nothing = np.zeros(n, np.float32), np.zeros((n, 0), np.float32)
+    finite = np.isfinite(hidden).all(axis=1)
+    return StepResult(np.zeros(n, np.int32), zeros, zeros, nothing.astype(np.int32), nothing, finite, hidden)
+
+
+def _padding_batch() -> Batch:
+    none = np.zeros(0, np.int32)
+    return Batch(none, none, (), none)
+
+
+def _padding_sampling() -> SamplingBatch:
+    i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return SamplingBatch(f, i, f, f, f, i, i, i, i, f, f)
