@@ -2,6 +2,31 @@
 //
 // `grid` is the type's codebook as gguf.quants has it ((n, 8) or (n, 4) int8), `signs` 128 bytes of sign patterns.
 
+// instance: decode_blocks<IQ2_XXS, __nv_bfloat16>
+// instance: decode_blocks<IQ2_XXS, float>
+// instance: decode_blocks<IQ2_XS, __nv_bfloat16>
+// instance: decode_blocks<IQ2_XS, float>
+// instance: decode_blocks<IQ2_S, __nv_bfloat16>
+// instance: decode_blocks<IQ2_S, float>
+// instance: decode_blocks<IQ3_XXS, __nv_bfloat16>
+// instance: decode_blocks<IQ3_XXS, float>
+// instance: decode_blocks<IQ3_S, __nv_bfloat16>
+// instance: decode_blocks<IQ3_S, float>
+// instance: decode_blocks<IQ1_S, __nv_bfloat16>
+// instance: decode_blocks<IQ1_S, float>
+// instance: decode_blocks<IQ1_M, __nv_bfloat16>
+// instance: decode_blocks<IQ1_M, float>
+// instance: decode_blocks<TQ1_0, __nv_bfloat16>
+// instance: decode_blocks<TQ1_0, float>
+// instance: decode_blocks<TQ2_0, __nv_bfloat16>
+// instance: decode_blocks<TQ2_0, float>
+// instance: decode_blocks<NVFP4, __nv_bfloat16>
+// instance: decode_blocks<NVFP4, float>
+// instance: decode_blocks<Q1_0, __nv_bfloat16>
+// instance: decode_blocks<Q1_0, float>
+// instance: decode_blocks<F64, __nv_bfloat16>
+// instance: decode_blocks<F64, float>
+
 #include "quants.cuh"
 
 struct CodebookParams {
@@ -10,7 +35,9 @@ struct CodebookParams {
     const u8 *signs;
     void *out;  // elements in order, of O
     u32 n_groups;  // of eight elements
+    u32 pad;
 };
+static_assert(sizeof(CodebookParams) == 40, "planes.py");
 
 __device__ __forceinline__ u32 bytes2(const u8 *p) { return p[0] | p[1] << 8; }
 __device__ __forceinline__ u32 bytes4(const u8 *p) { return bytes2(p) | bytes2(p + 2) << 16; }
@@ -136,6 +163,14 @@ struct Q1_0 {
         const float d = f16_at(b);
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = (b[2 + i] >> j) & 1 ? d : -d;
+    }
+};
+
+struct F64 {
+    static constexpr int ELEMENTS = 8, BYTES = 64;
+    static __device__ void decode(const CodebookParams &, const u8 *b, int, float (&v)[8]) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) v[j] = (float)reinterpret_cast<const double *>(b)[j];
     }
 };
 

@@ -8,6 +8,7 @@ struct DequantizeParams {
     int first_row;  // of the matrix
     int n_rows, K;
 };
+static_assert(sizeof(DequantizeParams) == 56, "matmul_launch.py");
 
 __device__ __forceinline__ void store16(float *to, const float (&v)[16], bool) {
 #pragma unroll
@@ -62,6 +63,7 @@ struct EmbedParams {
     float scale;
     int n_ids, K;
 };
+static_assert(sizeof(EmbedParams) == 80, "matmul_launch.py");
 
 // Grid (pieces of 256 chunks, n_tokens). An id outside the table gives NaN: an error to see, not a row to trust.
 template <class T> __global__ void __launch_bounds__(256) embed(const __grid_constant__ EmbedParams p) {

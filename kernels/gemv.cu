@@ -30,6 +30,7 @@ struct GemvParams {
     int log_threads;
     int activation;  // of a gated launch (linear.cuh)
 };
+static_assert(sizeof(GemvParams) == 416, "matmul_launch.py");
 
 template <class T, int R, bool GATED> struct Chunks {
     typename T::Raw raw[R];

@@ -22,6 +22,7 @@ struct MmaParams {
     int out_bf16;
     int n_splits;    // of K over blockIdx.y; 1 for mma_direct
 };
+static_assert(sizeof(MmaParams) == 336, "matmul_launch.py");
 
 constexpr int WARPS = 8;
 

@@ -5,7 +5,7 @@
 template <class T, int NT, bool GATED>
 __global__ void __launch_bounds__(32 * WARPS, 2) mma_direct(const __grid_constant__ MmaParams p) {
     constexpr int MT = GATED ? 2 : 1;
-    constexpr bool AHEAD = !GATED || NT == 1 || T::E == 16;  // the next chunks are on their way, where registers allow
+    constexpr bool AHEAD = !GATED || T::E == 16;  // the next chunks are on their way, where registers allow
     __shared__ float sums[WARPS][MT * 16 * NT * 8];
     pdl_launch();
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;

@@ -4,13 +4,28 @@
 // 16 bytes at a time. A thread moves one chunk: 16 bytes of quants and what belongs to it; the first chunk of a block
 // also moves what the block has once. Which plane holds what is said once, in streamer/plan/layouts.py.
 
+// instance: to_planes<MoveQ8_0>
+// instance: to_planes<MoveQ4_0>
+// instance: to_planes<MoveQ4_1>
+// instance: to_planes<MoveQ5_0>
+// instance: to_planes<MoveQ5_1>
+// instance: to_planes<MoveMXFP4>
+// instance: to_planes<MoveQ2_K>
+// instance: to_planes<MoveQ3_K>
+// instance: to_planes<MoveQ4_K>
+// instance: to_planes<MoveQ5_K>
+// instance: to_planes<MoveQ6_K>
+// instance: to_planes<MoveIQ4_XS>
+
 #include "quants.cuh"
 
 struct PlanesParams {
     const u8 *source;  // (n_blocks * block bytes), the file's bytes
     u8 *p0, *p1, *p2, *p3;
     u32 n_chunks;  // 16 bytes of quants each
+    u32 pad;
 };
+static_assert(sizeof(PlanesParams) == 48, "planes.py");
 
 __device__ __forceinline__ u32 bytes2(const u8 *p) { return *reinterpret_cast<const u16 *>(p); }
 __device__ __forceinline__ u32 bytes4(const u8 *p) { return bytes2(p) | bytes2(p + 2) << 16; }

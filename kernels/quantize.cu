@@ -18,6 +18,7 @@ struct RowsParams {
     float post_epsilon, epsilon;
     int K, x_stride, activation, n_tokens;
 };
+static_assert(sizeof(RowsParams) == 120, "matmul_launch.py");
 
 // Sum over the block; every thread gets it. `scratch` holds 33 floats; the second barrier frees it for the next use.
 __device__ __forceinline__ float block_sum(float x, float *scratch) {

@@ -23,12 +23,12 @@ PLANES: dict[QuantType, tuple[int, ...]] = {
     QuantType.MXFP4: (16, 1),  # nibbles | E8M0 scales
     QuantType.Q2_K: (64, 16, 4),  # 2-bit quants | scales and minimums | f16 d, dmin
     QuantType.Q3_K: (64, 32, 12, 2),  # low bits | high bit masks | scales | f16 d
+    QuantType.Q4_K: (128, 16),  # nibbles | d, dmin, scales and minimums in pairs of sub-blocks
+    QuantType.Q5_K: (128, 32, 16),  # nibbles | fifth bits | as Q4_K
     QuantType.Q6_K: (128, 64, 16, 2),  # low 4 bits | high 2 bits | int8 scales | f16 d
+    QuantType.IQ4_XS: (128, 8),  # nibbles | d and scales
 }
-# Read as the file has them: 16-byte aligned blocks, or no blocks at all.
-_CUDA_FILE = frozenset(
-    {QuantType.F32, QuantType.F16, QuantType.BF16, QuantType.Q4_K, QuantType.Q5_K, QuantType.IQ4_XS}
-)
+_CUDA_FILE = frozenset({QuantType.F32, QuantType.F16, QuantType.BF16})  # read as the file has them
 
 
 def host_layout(type: QuantType, role: Role) -> Layout:
@@ -56,6 +56,15 @@ def resident_nbytes(layout: Layout, type: QuantType, n_elements: int) -> int:
             return 2 * n_elements
         case Layout.PLANES:
             return sum(_aligned(n_blocks * nbytes) for nbytes in PLANES[type])
+
+
+def plane_offsets(type: QuantType, n_elements: int) -> tuple[int, ...]:
+    """Where each plane starts in a PLANES weight, in bytes."""
+    n_blocks = n_elements // type.block_elements
+    offsets = [0]
+    for nbytes in PLANES[type][:-1]:
+        offsets.append(offsets[-1] + _aligned(n_blocks * nbytes))
+    return tuple(offsets)
 
 
 def _aligned(nbytes: int) -> int:
