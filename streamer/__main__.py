@@ -6,6 +6,9 @@ from streamer.config import Config
 
 
 def _serve(config: Config) -> int:
+    from streamer.device.ahead import wake_driver
+
+    wake_driver(config.device)  # while the imports below take their time
     from streamer.service import serve
 
     return serve(config)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from streamer.device import cuda
+from streamer.device import cuda, cuda_driver
+from streamer.device.ahead import wake_driver
 from streamer.device.open import open_device
 from streamer.errors import DeviceNotFoundError
 
@@ -17,6 +18,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise DeviceNotFoundError("no NVIDIA driver: libcuda.so.1 is not there")
 
     monkeypatch.setattr(cuda, "load_driver", load_driver)
+    monkeypatch.setattr(cuda_driver, "load_driver", load_driver)
 
 
 @pytest.mark.usefixtures("no_driver")
@@ -44,3 +46,12 @@ def test_host_opens_without_a_word() -> None:
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(DeviceNotFoundError, match="'rocm' names no device"):
         open_device("rocm", checksum_code=no_code)
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_driver_is_woken_only_where_it_may_be_needed() -> None:
+    assert wake_driver("host") is None
+    thread = wake_driver("auto")
+    assert thread is not None
+    thread.join(timeout=10)
+    assert not thread.is_alive()
