@@ -36,7 +36,7 @@ class Report:
                 "seconds": round(run.cost.wall_s, 4),
                 "gbps": round(run.gbps, 3),
                 "cpu_s_per_gib": round(run.cpu_s_per_gib, 4),
-                "storage_gb": round(run.storage_nbytes / 1e9, 3),
+                "storage_gb": round(run.storage_nbytes / 1e9, 6),
                 "pinned_mib": round(run.device.peak_pinned_bytes / MIB, 1),
                 "own_memory_mib": round(run.cost.own_memory_nbytes / MIB, 1),
                 **more,
@@ -83,14 +83,15 @@ def link_arm(setting: Setting, report: Report) -> None:
 
 def device_arm(setting: Setting, report: Report) -> None:
     """Allocation both ways, and the checksum's rate."""
-    nbytes = min(2048 * MIB, setting.device.memory_info().free // 4)
-    report.metrics["checksum_gbps"] = measure_checksum(setting.device, nbytes=nbytes)
-    report.metrics["allocate_ms"] = measure_allocation(setting.device, nbytes=256 * MIB, count=8)
+    free = setting.device.memory_info().free
+    piece = min(256 * MIB, free // 32)
+    report.metrics["checksum_gbps"] = measure_checksum(setting.device, nbytes=min(2048 * MIB, free // 4))
+    report.metrics["allocate_ms"] = measure_allocation(setting.device, nbytes=piece, count=8)
     if setting.open_other is not None:
         pool = setting.open_other()
         try:
-            report.metrics["allocate_pool_ms"] = measure_allocation(pool, nbytes=256 * MIB, count=8)
-            report.metrics["reallocate_pool_ms"] = measure_allocation(pool, nbytes=256 * MIB, count=8)
+            report.metrics["allocate_pool_ms"] = measure_allocation(pool, nbytes=piece, count=8)
+            report.metrics["reallocate_pool_ms"] = measure_allocation(pool, nbytes=piece, count=8)
         finally:
             pool.close()
 

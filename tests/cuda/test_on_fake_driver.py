@@ -1,5 +1,6 @@
 """The CUDA tests through the real bindings over a libcuda that needs no GPU: names, types, returns, leaks."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -64,3 +65,15 @@ def test_cuda_tests_pass_without_a_gpu(fake_driver: Path, file: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert " passed" in result.stdout
     assert "no CUDA device" not in result.stdout
+
+
+def test_load_benchmark_runs_without_a_gpu(fake_driver: Path, tmp_path: Path) -> None:
+    model = ROOT / "tests" / "data" / "tiny-llama.gguf"
+    command = ["-m", "streamer", "bench", "load", str(model), "--device", "cuda", "--out", str(tmp_path)]
+    arms = ["--arms", "link", "device", "ring", "window", "kept", "verify"]
+    small = {"FAKE_CUDA_MEMORY": str(64 << 20)}
+    result = run_python(fake_driver, *command, "--repeats", "1", "--chunk-mib", "0.0625", *arms, **small)
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((next(tmp_path.glob("load-fake-gpu-*.json"))).read_text())
+    assert record["metrics"]["unplanned_mib"] == 0
+    assert record["metrics"]["checksum_gbps"] > 0
