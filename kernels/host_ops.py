@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamer.kernels.attention import attention_reference
-from streamer.kernels.blas import BlasThreads
 from streamer.kernels.embed import embed_reference
 from streamer.kernels.experts import experts_reference, route_reference
 from streamer.kernels.feed_forward import gated_reference, sigmoid_reference, silu_reference
@@ -21,8 +20,9 @@ from streamer.kernels.gated_delta import (
     l2_norm_reference,
 )
 from streamer.kernels.host_batch import HostBatch, SpanView, for_each_span, read_batch, sequence_view
-from streamer.kernels.host_weights import HostWeights, Matrix, RawTable, joined_bias
-from streamer.kernels.matmul import matmul_reference
+from streamer.kernels.host_threads import HostProducts, SingleThreadedBlas, Team, allowed_cpus
+from streamer.kernels.host_weights import Product, RawTable, Rows, product_of
+from streamer.kernels.matmul import read_rows
 from streamer.kernels.norm import rms_norm_reference
 from streamer.kernels.ops import (
     Activation,
@@ -49,13 +49,14 @@ FEW_ROWS = 8  # up to here the delta rule goes token by token; chunks cost more 
 class HostOps:
     """`Ops` over numpy arrays (n_rows, ..) float32. `begin` sets the batch that every operator then works on."""
 
-    def __init__(self, weights: HostWeights, cache: CacheStorage) -> None:
-        self._weights, self._cache = weights, cache
+    def __init__(self, cache: CacheStorage, products: HostProducts) -> None:
+        self._cache, self._products = cache, products
         self._page_size = cache.layout.page_size
         layers = [kv.layer for kv in cache.layout.kv]
         self._keys = {layer: cache.keys(layer).transpose(1, 0, 2, 3) for layer in layers}
         self._values = {layer: cache.values(layer).transpose(1, 0, 2, 3) for layer in layers}
-        self._matrices: dict[tuple[str, int], Matrix | None] = {}  # by first weight and number of projections
+        self._joined: dict[tuple[str, int], Product | None] = {}  # by first weight and number of projections
+        self._conv_weights: dict[str, Float32s] = {}
         self._inverse: dict[int, tuple[Rope, np.ndarray]] = {}  # by identity: layers share their Rope
         self._turns: dict[int, Complex64s] = {}
         self._batch: HostBatch
@@ -71,7 +72,7 @@ class HostOps:
         if isinstance(table.handle, RawTable):
             x = embed_reference(table.handle.data, table.type, table.shape, ids)
         else:
-            x = table.handle[ids]
+            x = read_rows(table.handle.blocks, ids + table.handle.first_row)
         if scale != 1.0:
             x *= np.float32(scale)
         return x
@@ -116,18 +117,16 @@ class HostOps:
         return rms_norm_reference(x, norm.weight.handle, norm.epsilon)
 
     def _project(self, h: Float32s, projections: Sequence[Linear]) -> Float32s:
-        """(n_rows, sum of n_out): one product where the weights lie side by side."""
+        """(n_rows, sum of n_out): one product where the weights lie under each other."""
         key = (projections[0].weight.name, len(projections))
-        if key not in self._matrices:
-            self._matrices[key] = self._weights.matrix(projections)
-        matrix = self._matrices[key]
-        if matrix is None:
-            parts = [matmul_reference(h, linear.weight.handle) for linear in projections]
-            y, bias = np.concatenate(parts, axis=1), joined_bias(projections)
-        else:
-            y, bias = matmul_reference(h, matrix.values), matrix.bias
-        if bias is not None:
-            y += bias
+        if key not in self._joined:
+            self._joined[key] = product_of(projections)
+        product = self._joined[key]
+        if product is None:
+            return np.concatenate([self._project(h, (linear,)) for linear in projections], axis=1)
+        y = self._products.multiply(h, product.blocks)[:, product.columns]
+        if product.bias is not None:
+            y += product.bias
         return y
 
     # ---- attention -------------------------------------------------------------------------------------------
@@ -233,12 +232,27 @@ class HostOps:
         chosen, weights = route_reference(
             self._project(h, (experts.router,)), experts.n_used, experts.weight_scale
         )
-        out = experts_reference(h, chosen, weights, lambda e, rows: _expert(experts, e, rows))
+        out = experts_reference(h, chosen, weights, lambda e, rows: self._expert(experts, e, rows))
         shared = self._shared_expert(h, experts)
         if shared is not None:
             out += shared
         out += x
         return out
+
+    def _expert(self, experts: Experts, e: int, rows: Float32s) -> Float32s:
+        """One expert's SwiGLU: (n_rows, n_embd)."""
+        if experts.gate_up is not None:
+            both = self._expert_product(rows, experts.gate_up, e)
+            half = both.shape[1] // 2
+            gate, up = both[:, :half], both[:, half:]
+        else:
+            assert experts.gate is not None and experts.up is not None
+            gate = self._expert_product(rows, experts.gate, e)
+            up = self._expert_product(rows, experts.up, e)
+        return self._expert_product(gated_reference(gate, up, Activation.SILU), experts.down, e)
+
+    def _expert_product(self, rows: Float32s, stack: Weight, e: int) -> Float32s:
+        return self._products.multiply(rows, stack.handle.blocks[e])[:, : stack.handle.n_out]
 
     def _shared_expert(self, h: Float32s, experts: Experts) -> Float32s | None:
         gate, up, down = experts.shared_gate, experts.shared_up, experts.shared_down
@@ -246,7 +260,7 @@ class HostOps:
             return None
         y = self._project(self._gated(h, gate, up, Activation.SILU), (down,))
         if experts.shared_router is not None:
-            y *= sigmoid_reference(h @ experts.shared_router.handle.reshape(-1, 1))
+            y *= sigmoid_reference(h @ _vector(experts.shared_router)[:, None])
         return y
 
     # ---- gated delta net -------------------------------------------------------------------------------------
@@ -257,7 +271,7 @@ class HostOps:
         )
         log_decay = decay_reference(alpha, mixer.dt_bias.handle, mixer.a.handle)
         beta = sigmoid_reference(beta)
-        conv_weight = np.ascontiguousarray(mixer.conv.handle.T)  # (conv_width, channels)
+        conv_weight = self._conv_weight(mixer.conv)
         conv, delta = self._cache.conv_state(layer), self._cache.delta_state(layer)
 
         def mix(view: SpanView) -> Float32s:
@@ -277,6 +291,22 @@ class HostOps:
         y *= silu_reference(z)
         return self.project_add(y, mixer.out, x)
 
+    def _conv_weight(self, conv: Weight) -> Float32s:
+        """(conv_width, channels), out of its blocks once."""
+        if conv.name not in self._conv_weights:
+            rows: Rows = conv.handle
+            channels = read_rows(rows.blocks, rows.first_row + np.arange(rows.n_out))
+            self._conv_weights[conv.name] = np.ascontiguousarray(channels.T)
+        return self._conv_weights[conv.name]
+
+
+def _vector(weight: Weight) -> Float32s:
+    """(n_in,) of a weight with shape [n_in] or [n_in, 1]."""
+    if isinstance(weight.handle, Rows):
+        return read_rows(weight.handle.blocks, np.array([weight.handle.first_row]))[0]
+    vector: Float32s = weight.handle
+    return vector
+
 
 def _delta_heads(mixed: Float32s, mixer: GatedDelta) -> tuple[Float32s, Float32s, Float32s]:
     """q, k (n_rows, n_v_heads, k_dim), normed, q scaled; v (n_rows, n_v_heads, v_dim)."""
@@ -288,19 +318,6 @@ def _delta_heads(mixed: Float32s, mixer: GatedDelta) -> tuple[Float32s, Float32s
     q *= np.float32(mixer.k_dim**-0.5)
     v = mixed[:, 2 * width :].reshape(n, mixer.n_v_heads, mixer.v_dim)
     return np.tile(q, (1, repeat, 1)), np.tile(k, (1, repeat, 1)), v
-
-
-def _expert(experts: Experts, e: int, rows: Float32s) -> Float32s:
-    """One expert's SwiGLU: (n_rows, n_embd)."""
-    if experts.gate_up is not None:
-        both = matmul_reference(rows, experts.gate_up.handle[e])
-        half = both.shape[1] // 2
-        gate, up = both[:, :half], both[:, half:]
-    else:
-        assert experts.gate is not None and experts.up is not None
-        gate = matmul_reference(rows, experts.gate.handle[e])
-        up = matmul_reference(rows, experts.up.handle[e])
-    return matmul_reference(gated_reference(gate, up, Activation.SILU), experts.down.handle[e])
 
 
 @dataclass(frozen=True)
@@ -316,28 +333,30 @@ class Done:
 class HostExecutor:
     """`Executor` on the host. Owned by one thread; keeps the last sampled id of each slot.
 
-    `n_valid`: ids from there on have no token and are never sampled. Owns neither weights nor cache.
+    `n_valid`: ids from there on have no token and are never sampled. Owns its threads, not the cache.
+    `threads` None: as many as the process may use.
     """
 
     def __init__(
         self,
         model: Model,
-        weights: HostWeights,
         cache: CacheStorage,
         *,
         n_valid: int,
         threads: int | None = None,
     ) -> None:
         self._model, self._cache, self._n_valid = model, cache, n_valid
-        self._ops = HostOps(weights, cache)
+        self._blas = SingleThreadedBlas()
+        self._team = Team(threads if threads is not None else allowed_cpus())
+        self._products = HostProducts(self._team)
+        self._ops = HostOps(cache, self._products)
         self._last_ids = np.zeros(cache.n_slots, np.int32)
         self._recurrent = [x.layer for x in cache.layout.recurrent]
-        self._threads = BlasThreads(threads)
         self._steps = 0
 
     def warm(self) -> None:
-        """Choose the number of BLAS threads by measuring, once."""
-        self._threads.choose()
+        """Measure what a core gives, so that only products worth it are split."""
+        self._products.measure()
 
     def step(self, batch: Batch, sampling: SamplingBatch) -> Done:
         """Compute now. A row that overflows ends as a result that is not finite, never as a warning."""
@@ -363,10 +382,12 @@ class HostExecutor:
             self._cache.delta_state(layer)[slot] = 0
 
     def statistics(self) -> ExecutorStatistics:
-        return ExecutorStatistics(self._steps, 0, {"blas_threads": self._threads.count})
+        return ExecutorStatistics(self._steps, 0, {"threads": self._team.size})
 
     def close(self) -> None:
-        self._threads.restore()
+        """End the helpers and give BLAS its threads back. Idempotent."""
+        self._team.close()
+        self._blas.restore()
 
 
 def _hidden_result(hidden: Float32s) -> StepResult:

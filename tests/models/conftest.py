@@ -70,7 +70,7 @@ class Runner:
         self.pages = order.reshape(n_slots, per)
         model = self.architecture.bind(self.weights.weights)
         self.executor = HostExecutor(
-            _Recorder(model), self.weights, self.cache, n_valid=self.architecture.n_valid_ids
+            _Recorder(model), self.cache, n_valid=self.architecture.n_valid_ids
         )
 
     def step(self, *parts: Rows, sampling: SamplingBatch | None = None) -> tuple[np.ndarray, StepResult]:
