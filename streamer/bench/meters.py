@@ -53,6 +53,8 @@ def measured(*, free_memory: Callable[[], int] | None = None, interval_s: float 
         stop.set()
         watcher.join()
         cost.own_memory_nbytes = max(cost.own_memory_nbytes, own_memory())
+        if free_memory is not None:
+            cost.least_free_nbytes = min(cost.least_free_nbytes, free_memory())
 
 
 def cpu_seconds() -> float:
