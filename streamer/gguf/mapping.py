@@ -4,11 +4,9 @@ What protects against a file that shrinks or breaks while it is used (each is a 
 - `read_into` and `read_direct` copy in the kernel: end of file and I/O errors come back as results. They are
   the safe path.
 - `touch` populates page tables in the kernel: a page that has gone is an error code.
-- `copy_into` is a memory copy from the mapping under a read lease (lease.py): a writer waits. Where no
-  lease can be had, or a writer has asked for it, it is `read_into`.
 - Loads from `address` or `view` by others (memcpy, a DMA set-up in the driver) are not protected: a page cut
-  off between `touch` and the load raises SIGBUS, which ends the process; nothing in Python can catch that. So
-  hold the lease (`protect`) meanwhile, or call `check_unchanged` and `touch` right before.
+  off between `touch` and the load raises SIGBUS. Whoever reads the mapping so calls `touch` right before,
+  `check_unchanged` after, and keeps a guard for the signal meanwhile (load/guard.py).
 A rename or unlink of the path changes nothing: the open descriptor keeps the old file's bytes.
 """
 
@@ -23,7 +21,6 @@ import numpy as np
 
 from streamer.errors import FileChangedError, GGUFError
 from streamer.gguf.directory import Shard
-from streamer.gguf.lease import ReadLease
 
 PAGE_NBYTES = mmap.PAGESIZE
 DIRECT_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: at least any disk's logical block
@@ -70,7 +67,6 @@ class Mapping:
             os.close(self._descriptor)
             raise
         self.address = np.frombuffer(self._mmap, dtype=np.uint8).ctypes.data
-        self._lease = ReadLease(self._descriptor)
         self._closed = False
 
     @property
@@ -109,26 +105,6 @@ class Mapping:
         """Copy file bytes to host memory at `address`, which the caller owns (`nbytes` long, writable)."""
         self._check_range(offset, nbytes)
         self._pread(self._descriptor, address, offset, nbytes, nbytes)
-
-    def protect(self) -> bool:
-        """Take a read lease for the time of a load, so that `copy_into` may copy from the mapping."""
-        return self._lease.acquire()
-
-    def unprotect(self) -> None:
-        """Give the lease back; who waits to write goes on. Idempotent; `close` does it too."""
-        self._lease.release()
-
-    def copy_into(self, address: int, offset: int, nbytes: int) -> None:
-        """`read_into`, but by a memory copy from the mapping where the lease makes that safe."""
-        self._check_range(offset, nbytes)
-        if not self._lease.begin_copy():
-            self.read_into(address, offset, nbytes)
-            return
-        try:
-            self.touch(offset, nbytes)  # an unreadable page is an error here and would be SIGBUS below
-            ctypes.memmove(address, self.address + offset, nbytes)
-        finally:
-            self._lease.end_copy()
 
     def open_direct(self) -> bool:
         """Open a second descriptor with O_DIRECT and try it; False where the file system has none."""

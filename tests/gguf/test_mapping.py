@@ -2,7 +2,6 @@
 
 import errno
 import os
-import threading
 
 import numpy as np
 import pytest
@@ -61,9 +60,6 @@ def test_every_way_to_read_gives_the_files_bytes(mapped, content, offset, nbytes
     memory = np.zeros(max(nbytes, 1), dtype=np.uint8)
     mapped.touch(offset, nbytes)
     mapped.read_into(memory.ctypes.data, offset, nbytes)
-    assert memory[:nbytes].tobytes() == expected
-    memory[:] = 0
-    mapped.copy_into(memory.ctypes.data, offset, nbytes)
     assert memory[:nbytes].tobytes() == expected
 
 
@@ -131,8 +127,6 @@ def test_a_truncated_file_is_an_error_in_every_protected_read(mapped, path, keep
         mapped.read_into(memory.ctypes.data, 0, NBYTES)
     with pytest.raises(FileChangedError, match=f"{lacking} bytes lack"):
         mapped.touch(0, NBYTES)
-    with pytest.raises(FileChangedError):
-        mapped.copy_into(memory.ctypes.data, 0, NBYTES)
 
 
 def test_touch_without_populate_still_notices_truncation(mapped, path, content):
@@ -153,44 +147,6 @@ def test_a_kernel_without_populate_falls_back_to_reading(mapped, monkeypatch):
 def test_an_io_error_is_attributed(mapped):
     with pytest.raises(FileChangedError, match="cannot be read: Bad address"):
         mapped.read_into(8, 0, PAGE_NBYTES)  # the kernel cannot write there
-
-
-def test_a_lease_makes_a_writer_wait_for_copies_and_then_reads_stay_safe(mapped, path):
-    if not mapped.protect():
-        pytest.skip("this file system has no leases")
-    memory = np.zeros(NBYTES, dtype=np.uint8)
-    assert mapped._lease.begin_copy()  # a copy that lasts
-    truncated = threading.Event()
-
-    def truncate():
-        os.truncate(path, 10)
-        truncated.set()
-
-    writer = threading.Thread(target=truncate)
-    writer.start()
-    while mapped._lease.begin_copy():  # until the kernel has told us that somebody waits
-        mapped._lease.end_copy()
-    assert not truncated.is_set()
-    assert os.stat(path).st_size == NBYTES
-    mapped._lease.end_copy()
-    writer.join(timeout=20)  # the kernel would break the lease after 45 s by itself
-    assert not writer.is_alive()
-    assert os.stat(path).st_size == 10
-    with pytest.raises(FileChangedError):
-        mapped.copy_into(memory.ctypes.data, 0, NBYTES)
-
-
-def test_unprotect_lets_writers_go_on(mapped, path):
-    if not mapped.protect():
-        pytest.skip("this file system has no leases")
-    mapped.unprotect()
-    mapped.unprotect()
-    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # would be EWOULDBLOCK under a lease
-
-
-def test_no_lease_while_somebody_may_write(mapped, path):
-    with open(path, "r+b"):
-        assert not mapped.protect()
 
 
 def test_replacing_the_path_keeps_the_old_bytes(mapped, path, content, tmp_path):

@@ -46,17 +46,17 @@ def test_a_header_with_260_000_tokens_is_read_well_under_a_second(p, write):
         p.key("tokenizer.ggml.merges", p.ARRAY, (p.STRING, merges)),
     ]
     path = write(p.Header(keys=keys))
-    best = min(_seconds(path) for _ in range(3))  # of three: the machine may be busy
-    assert best < 0.75
+    best = min(_seconds(path) for _ in range(3))  # thread time: a busy machine does not count
+    assert best < 0.5
     metadata = read_directory(path).metadata
     assert metadata.get_strings("tokenizer.ggml.tokens") == tokens
     assert metadata.get_strings("tokenizer.ggml.merges") == merges
 
 
 def _seconds(path: str) -> float:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     read_directory(path)
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
 
 def test_a_header_longer_than_the_first_read_loads(p, load):
