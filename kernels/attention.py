@@ -65,8 +65,9 @@ def _attend(
     n_kv_heads, n_keys, value_length = values.shape
     group = n_heads // n_kv_heads
     # queries of a KV head side by side: (n_kv_heads, group * n_rows, key_length)
-    stacked = (q * np.float32(scale)).reshape(n_rows, n_kv_heads, group, key_length).transpose(1, 2, 0, 3)
-    scores = stacked.reshape(n_kv_heads, group * n_rows, key_length) @ keys.transpose(0, 2, 1)
+    scaled: Float32s = q * np.float32(scale)
+    stacked = scaled.reshape(n_rows, n_kv_heads, group, key_length).transpose(1, 2, 0, 3)
+    scores: Float32s = stacked.reshape(n_kv_heads, group * n_rows, key_length) @ keys.transpose(0, 2, 1)
     if softcap is not None:
         scores /= np.float32(softcap)
         np.tanh(scores, out=scores)
@@ -78,5 +79,5 @@ def _attend(
     total = scores.sum(axis=-1, keepdims=True)
     out = scores @ values  # (n_kv_heads, group * n_rows, value_length)
     out /= total
-    out = out.reshape(n_kv_heads, group, n_rows, value_length).transpose(2, 0, 1, 3)
-    return out.reshape(n_rows, n_heads * value_length)
+    rows = out.reshape(n_kv_heads, group, n_rows, value_length).transpose(2, 0, 1, 3)
+    return rows.reshape(n_rows, n_heads * value_length)

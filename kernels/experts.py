@@ -12,7 +12,7 @@ SMALLEST_SUM = np.float32(6.103515625e-5)  # smallest normal f16: chosen probabi
 def route_reference(logits: Float32s, n_used: int, weight_scale: float = 1.0) -> tuple[Int32s, Float32s]:
     """Chosen experts and their weights, both (n_rows, n_used), most probable first (ties: lower expert).
 
-    logits (n_rows, n_experts) of the router. Softmax over all experts, the n_used largest, divided by their sum.
+    logits (n_rows, n_experts) of the router. Softmax over all experts; the n_used largest, by their sum.
     """
     shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
     probabilities = shifted / shifted.sum(axis=-1, keepdims=True)
@@ -27,7 +27,7 @@ def experts_reference(
 ) -> Float32s:
     """sum over a row's chosen experts of weight * expert(row): (n_rows, n_embd).
 
-    h (n_rows, n_embd). `expert(e, rows)` computes one expert for some rows; each is called once, with its rows.
+    h (n_rows, n_embd). `expert(e, rows)` computes one expert; each is called once, with all its rows.
     """
     out = np.zeros_like(h)
     for e in np.unique(chosen):

@@ -1,7 +1,7 @@
-"""The gated delta net between its projections: causal convolution, delta rule by tokens or by chunks, gated norm.
+"""The gated delta net between its projections: causal convolution, delta rule by tokens or by chunks.
 
-Per value head, with state S (k_dim, v_dim): S <- g S; delta = beta (v - S^T k); S <- S + k delta^T; o = S^T q.
-States are kept transposed, (.., v_dim, k_dim). Value head h uses key head h % n_k_heads (the files' tiled order).
+Per value head with state S (k_dim, v_dim): S <- g S; delta = beta (v - S^T k); S <- S + k delta^T; o = S^T q.
+States are kept transposed, (.., v_dim, k_dim). Value head h uses key head h % n_k_heads (tiled order).
 """
 
 import numpy as np
@@ -29,12 +29,14 @@ def causal_conv_reference(u: Float32s, past: Float32s, weight: Float32s) -> tupl
 
 def l2_norm_reference(x: Float32s, epsilon: float) -> Float32s:
     """x / sqrt(sum x^2 + epsilon) over the last axis."""
-    return x / np.sqrt(np.vecdot(x, x)[..., None] + np.float32(epsilon))
+    normed: Float32s = x / np.sqrt(np.vecdot(x, x)[..., None] + np.float32(epsilon))
+    return normed
 
 
 def decay_reference(alpha: Float32s, dt_bias: Float32s, a: Float32s) -> Float32s:
     """log of the decay: a * softplus(alpha + dt_bias), (n_rows, n_v_heads), <= 0 because a is negative."""
-    return a * np.logaddexp(np.float32(0), alpha + dt_bias)
+    log_decay: Float32s = a * np.logaddexp(np.float32(0), alpha + dt_bias)
+    return log_decay
 
 
 def delta_rule_recurrent_reference(
@@ -76,7 +78,7 @@ def delta_rule_chunked_reference(
 def _delta_chunk(
     q: Float32s, k: Float32s, v: Float32s, log_decay: Float32s, beta: Float32s, state: Float32s
 ) -> tuple[Float32s, Float32s]:
-    """One chunk. With G_t the decay from the chunk's start, unrolling the recurrence gives a triangular system
+    """One chunk. With G_t the decay from the chunk's start, unrolling gives a triangular system
     (I + A) delta = beta (v - G S0^T k), A_ti = beta_t (G_t / G_i) k_t.k_i for i < t; then outputs and the new
     state are sums over the deltas. Ratios of decays are taken in logarithms: all are <= 1.
     """
@@ -101,7 +103,7 @@ def _delta_chunk(
 
 
 def unit_lower_inverse(strict: Float32s) -> Float32s:
-    """(I + strict)^-1 for strictly lower triangular matrices (.., n, n), by halves: as stable as substitution.
+    """(I + strict)^-1 for strictly lower triangular (.., n, n), by halves: as stable as substitution.
 
     (A series of powers would be shorter, but its terms grow like binomials where keys repeat.)
     """

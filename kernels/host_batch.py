@@ -1,4 +1,4 @@
-"""What the host operators need to know of a batch, worked out once a step: rows, places in the pages, runs of pages."""
+"""What the host operators need to know of a batch, worked out once a step: rows, places, runs of pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,10 +1,6 @@
-"""The operators in numpy over prepared weights, and the executor that steps a model with them.
-
-One thread computes; BLAS threads work inside its products. A step runs synchronously inside `step`.
-"""
+"""The operators in numpy over prepared weights (`host_weights.py`). One thread computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,35 +15,29 @@ from streamer.kernels.gated_delta import (
     delta_rule_recurrent_reference,
     l2_norm_reference,
 )
-from streamer.kernels.host_batch import HostBatch, SpanView, for_each_span, read_batch, sequence_view
-from streamer.kernels.host_threads import HostProducts, SingleThreadedBlas, Team, allowed_cpus
+from streamer.kernels.host_batch import HostBatch, SpanView, for_each_span, sequence_view
+from streamer.kernels.host_threads import HostProducts
 from streamer.kernels.host_weights import Product, RawTable, Rows, product_of
 from streamer.kernels.matmul import read_rows
 from streamer.kernels.norm import rms_norm_reference
 from streamer.kernels.ops import (
     Activation,
-    Batch,
     CacheStorage,
-    ExecutorStatistics,
     Experts,
     Float32s,
     GatedDelta,
     Linear,
-    Model,
     Norm,
     Rope,
-    SamplingBatch,
-    StepResult,
     Weight,
 )
 from streamer.kernels.rope import Complex64s, inverse_frequencies, rope_reference, rotations
-from streamer.kernels.sample import sample_reference
 
 FEW_ROWS = 8  # up to here the delta rule goes token by token; chunks cost more to set up
 
 
 class HostOps:
-    """`Ops` over numpy arrays (n_rows, ..) float32. `begin` sets the batch that every operator then works on."""
+    """`Ops` over numpy arrays (n_rows, ..) float32. `begin` sets the batch the operators then work on."""
 
     def __init__(self, cache: CacheStorage, products: HostProducts) -> None:
         self._cache, self._products = cache, products
@@ -65,7 +55,7 @@ class HostOps:
         self._batch = batch
         self._turns.clear()
 
-    # ---- embedding and head ----------------------------------------------------------------------------------
+    # ---- embedding and head --------------------------------------------------------------------------------
 
     def embed(self, table: Weight, *, scale: float = 1.0) -> Float32s:
         ids = self._batch.ids
@@ -89,7 +79,7 @@ class HostOps:
             logits *= np.float32(softcap)
         return logits
 
-    # ---- projections -----------------------------------------------------------------------------------------
+    # ---- projections ---------------------------------------------------------------------------------------
 
     def norm_project(self, x: Float32s, norm: Norm, projections: Sequence[Linear]) -> tuple[Float32s, ...]:
         y = self._project(self._norm(x, norm), projections)
@@ -129,7 +119,7 @@ class HostOps:
             y += product.bias
         return y
 
-    # ---- attention -------------------------------------------------------------------------------------------
+    # ---- attention -----------------------------------------------------------------------------------------
 
     def rope_cache_write(
         self,
@@ -207,7 +197,7 @@ class HostOps:
             out *= sigmoid_reference(gate).reshape(out.shape)
         return out
 
-    # ---- feed-forwards ---------------------------------------------------------------------------------------
+    # ---- feed-forwards -------------------------------------------------------------------------------------
 
     def gated_feed_forward(
         self,
@@ -246,7 +236,8 @@ class HostOps:
             half = both.shape[1] // 2
             gate, up = both[:, :half], both[:, half:]
         else:
-            assert experts.gate is not None and experts.up is not None
+            assert experts.gate is not None
+            assert experts.up is not None
             gate = self._expert_product(rows, experts.gate, e)
             up = self._expert_product(rows, experts.up, e)
         return self._expert_product(gated_reference(gate, up, Activation.SILU), experts.down, e)
@@ -263,12 +254,10 @@ class HostOps:
             y *= sigmoid_reference(h @ _vector(experts.shared_router)[:, None])
         return y
 
-    # ---- gated delta net -------------------------------------------------------------------------------------
+    # ---- gated delta net -----------------------------------------------------------------------------------
 
     def gated_delta(self, x: Float32s, mixer: GatedDelta, *, layer: int) -> Float32s:
-        u, z, alpha, beta = self.norm_project(
-            x, mixer.norm, (mixer.qkv, mixer.gate, mixer.alpha, mixer.beta)
-        )
+        u, z, alpha, beta = self.norm_project(x, mixer.norm, (mixer.qkv, mixer.gate, mixer.alpha, mixer.beta))
         log_decay = decay_reference(alpha, mixer.dt_bias.handle, mixer.a.handle)
         beta = sigmoid_reference(beta)
         conv_weight = self._conv_weight(mixer.conv)
@@ -303,7 +292,7 @@ class HostOps:
 def _vector(weight: Weight) -> Float32s:
     """(n_in,) of a weight with shape [n_in] or [n_in, 1]."""
     if isinstance(weight.handle, Rows):
-        return read_rows(weight.handle.blocks, np.array([weight.handle.first_row]))[0]
+        return read_rows(weight.handle.blocks, np.array([weight.handle.first_row])).reshape(-1)
     vector: Float32s = weight.handle
     return vector
 
@@ -318,81 +307,3 @@ def _delta_heads(mixed: Float32s, mixer: GatedDelta) -> tuple[Float32s, Float32s
     q *= np.float32(mixer.k_dim**-0.5)
     v = mixed[:, 2 * width :].reshape(n, mixer.n_v_heads, mixer.v_dim)
     return np.tile(q, (1, repeat, 1)), np.tile(k, (1, repeat, 1)), v
-
-
-@dataclass(frozen=True)
-class Done:
-    """A `PendingStep` that is not pending: the host computes inside `step`."""
-
-    value: StepResult
-
-    def result(self) -> StepResult:
-        return self.value
-
-
-class HostExecutor:
-    """`Executor` on the host. Owned by one thread; keeps the last sampled id of each slot.
-
-    `n_valid`: ids from there on have no token and are never sampled. Owns its threads, not the cache.
-    `threads` None: as many as the process may use.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        cache: CacheStorage,
-        *,
-        n_valid: int,
-        threads: int | None = None,
-    ) -> None:
-        self._model, self._cache, self._n_valid = model, cache, n_valid
-        self._blas = SingleThreadedBlas()
-        self._team = Team(threads if threads is not None else allowed_cpus())
-        self._products = HostProducts(self._team)
-        self._ops = HostOps(cache, self._products)
-        self._last_ids = np.zeros(cache.n_slots, np.int32)
-        self._recurrent = [x.layer for x in cache.layout.recurrent]
-        self._steps = 0
-
-    def warm(self) -> None:
-        """Measure what a core gives, so that only products worth it are split."""
-        self._products.measure()
-
-    def step(self, batch: Batch, sampling: SamplingBatch) -> Done:
-        """Compute now. A row that overflows ends as a result that is not finite, never as a warning."""
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            self._ops.begin(read_batch(batch, self._cache.layout.page_size, self._last_ids))
-            out = self._model.forward(self._ops)
-            self._steps += 1
-            if batch.want_hidden:
-                return Done(_hidden_result(out))
-            result = sample_reference(out, sampling, self._n_valid)
-        kept = sampling.slots >= 0
-        self._last_ids[sampling.slots[kept]] = result.ids[kept]
-        return Done(result)
-
-    def copy_state(self, source_slot: int, target_slot: int) -> None:
-        for layer in self._recurrent:
-            for state in (self._cache.conv_state(layer), self._cache.delta_state(layer)):
-                state[target_slot] = state[source_slot]
-
-    def reset_state(self, slot: int) -> None:
-        for layer in self._recurrent:
-            self._cache.conv_state(layer)[slot] = 0
-            self._cache.delta_state(layer)[slot] = 0
-
-    def statistics(self) -> ExecutorStatistics:
-        return ExecutorStatistics(self._steps, 0, {"threads": self._team.size})
-
-    def close(self) -> None:
-        """End the helpers and give BLAS its threads back. Idempotent."""
-        self._team.close()
-        self._blas.restore()
-
-
-def _hidden_result(hidden: Float32s) -> StepResult:
-    n = len(hidden)
-    zeros, ids = np.zeros(n, np.float32), np.zeros(n, np.int32)
-    top = np.zeros((n, 0), np.int32)
-    finite = np.isfinite(hidden).all(axis=1)
-    return StepResult(ids, zeros, zeros, top, top.astype(np.float32), finite, hidden)

@@ -1,8 +1,8 @@
 """Threads for the host's large products: our own, because BLAS's lose on a busy machine.
 
-BLAS's threads wait for each other by spinning, 120 times a token: with two other processes on two cores decode fell
-from 37 to 2 tokens/s. So BLAS keeps to one thread, and products that take over a millisecond are cut into pieces
-that whoever is free takes: a helper that does not get a core takes none, and nobody waits for it.
+BLAS's threads wait for each other by spinning, 120 times a token: beside two other processes on two cores decode
+fell from 37 to 2 tokens/s. So BLAS keeps to one thread, and products of over a millisecond are cut into pieces
+that whoever is free takes: a helper that gets no core takes none, and nobody waits for it.
 """
 
 import itertools
@@ -21,8 +21,7 @@ from streamer.kernels.ops import Float32s
 
 WORTH_SPLITTING_S = 1.0e-3  # waking a helper costs some 30 us
 PIECE_S = 0.5e-3
-_PROBED_ROWS = (1, 8, 64)
-_PROBE_BLOCKS, _PROBE_INPUTS = 1024, 1024  # 128 MiB would be honest; 8 rounds over it must stay cheap
+_PROBE_BLOCKS, _PROBE_INPUTS = 128, 1024  # 16 MiB: beyond the caches of a core
 
 Piece = Callable[[int], None]
 
@@ -66,7 +65,9 @@ class Team:
 class _Job:
     def __init__(self, n_pieces: int, compute: Piece) -> None:
         self._n, self._compute = n_pieces, compute
-        self._left = itertools.count()  # next() is one step under the interpreter lock: each index goes out once
+        self._left = (
+            itertools.count()
+        )  # next() is one step under the interpreter lock: each index goes out once
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def work(self) -> None:
@@ -95,7 +96,7 @@ class HostProducts:
 
     def measure(self) -> None:
         """What one core gives now (some 20 ms)."""
-        blocks = np.ones((_PROBE_BLOCKS // 8, _PROBE_INPUTS, BLOCK), np.float32)
+        blocks = np.ones((_PROBE_BLOCKS, _PROBE_INPUTS, BLOCK), np.float32)
         few, many = (self._seconds(blocks, n) for n in (1, 64))
         self._seconds_per_byte = few / blocks.nbytes
         self._seconds_per_product = many / (64 * blocks.size)

@@ -1,8 +1,8 @@
 """Weights prepared for BLAS on the host: float32, in blocks, projections of one input as one matrix.
 
-All prepared weights lie in one buffer. Matrices that follow each other in execution order and have the same n_in
-(q, k, v; gate, up) are a group: one blocked matrix of all their rows, so that several projections of one input are
-one product. The embedding table stays as its file bytes unless it also is the output projection.
+All prepared weights lie in one buffer. Matrices that follow each other in execution order and have the same
+n_in (q, k, v; gate, up) are a group: one blocked matrix of all their rows, so that several projections of one
+input are one product. The embedding table stays as its file bytes unless it also is the output projection.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Product:
-    """One or several projections as one product: columns `columns` of x times `blocks`, plus bias (n_out,)."""
+    """Some projections as one product: the columns `columns` of x times `blocks`, plus bias (n_out,)."""
 
     blocks: Float32s
     columns: slice
@@ -125,7 +125,7 @@ class HostWeights:
         self._weights: dict[str, Weight] = {}
 
     def prepare(self, name: str, data: npt.NDArray[np.uint8] | memoryview) -> Weight:
-        """Dequantize one weight's file bytes into its place. Peak: a few times ROWS_NBYTES beside the buffer."""
+        """Dequantize one weight's file bytes into its place. Peak beside the buffer: a few ROWS_NBYTES."""
         tensor = self._tensors[name]
         raw = np.frombuffer(data, dtype=np.uint8)
         self._weights[name] = Weight(name, tensor.type, tensor.shape, self._prepared(tensor, raw))

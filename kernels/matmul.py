@@ -1,10 +1,10 @@
-"""y = x W^T for weights whose rows are outputs, as GGUF stores them; plain, and over blocks laid out for few rows.
+"""y = x W^T for weights whose rows are outputs, as GGUF stores them: plain, and over blocks for few rows.
 
-Blocks: 32 outputs side by side, `(n_blocks, n_in, 32)`, the last one padded. Measured on one AVX-512 core with
-OpenBLAS 0.3.31 (weights from memory; GB/s of weights, 1 / 8 rows): row-major 15 / 5, column-major 27 / 5, blocks
-30 / 18. BLAS packs every operand of a larger product, which costs more than the product of a few rows; each of our
-small products stays below the size from where it does so. With many rows, tiles of them give 110 GFLOP/s, the
-plain product 97.
+Blocks: 32 outputs side by side, `(n_blocks, n_in, 32)`, the last one padded. Measured on an AVX-512 core with
+OpenBLAS 0.3.31 (weights from memory; GB/s of weights, 1 / 8 rows): row-major 15 / 5, column-major 27 / 5,
+blocks 30 / 18. BLAS packs every operand of a larger product, which costs more than the product of a few rows;
+each of our small products stays below the size from where it does so. With many rows, tiles of them give 110
+GFLOP/s, the plain product 97.
 """
 
 import numpy as np
@@ -56,9 +56,12 @@ def tile_rows(n_in: int) -> int:
     return tile
 
 
-def blocked_matmul(x: Float32s, blocks: Float32s, out: Float32s, start: int = 0, stop: int | None = None) -> None:
-    """Fill the columns of blocks start .. stop - 1 of out (n_rows, n_blocks * 32), contiguous, from x (n_rows, n_in).
+def blocked_matmul(
+    x: Float32s, blocks: Float32s, out: Float32s, start: int = 0, stop: int | None = None
+) -> None:
+    """Fill the columns of blocks start .. stop - 1 of out (n_rows, n_blocks * 32), which is contiguous.
 
+    x (n_rows, n_in), blocks (n_blocks, n_in, 32), all of the weight's.
     Runs without the interpreter lock; disjoint ranges may be computed by several threads at once.
     """
     n_rows, n_in = x.shape
@@ -70,5 +73,5 @@ def blocked_matmul(x: Float32s, blocks: Float32s, out: Float32s, start: int = 0,
         into = out[:whole].reshape(-1, tile, len(blocks), BLOCK).transpose(2, 0, 1, 3)
         np.matmul(tiled, blocks[chosen, None], out=into[chosen])
     if whole < n_rows:
-        into = out[whole:].reshape(n_rows - whole, len(blocks), BLOCK).transpose(1, 0, 2)
-        np.matmul(x[whole:], blocks[chosen], out=into[chosen])
+        last = out[whole:].reshape(n_rows - whole, len(blocks), BLOCK).transpose(1, 0, 2)
+        np.matmul(x[whole:], blocks[chosen], out=last[chosen])

@@ -14,8 +14,8 @@ Float64s = npt.NDArray[np.float64]
 def inverse_frequencies(rope: Rope, factors: npt.NDArray[np.floating] | None = None) -> Float64s:
     """(n_rot / 2,) radians a position for each rotated pair: theta_i = position * result[i].
 
-    `factors` are the values of `rope.factors`. YaRN (arXiv 2309.00071): pairs that turn often within the original
-    context keep their frequency, those that turn less than once are interpolated, with a linear ramp between.
+    `factors` are the values of `rope.factors`. YaRN (arXiv 2309.00071): pairs that turn often within the
+    original context keep their frequency, slow ones are interpolated, with a linear ramp between.
     """
     pairs = np.arange(0, rope.n_rot, 2, dtype=np.float64)
     frequency = np.power(float(rope.base), -pairs / rope.n_rot)
@@ -43,11 +43,12 @@ def _yarn_ramp(rope: Rope, yarn: Yarn) -> Float64s:
 def rotations(positions: npt.NDArray[np.integer], inverse: Float64s, attention_factor: float) -> Complex64s:
     """(n_positions, n_rot / 2) cos + i sin of each angle, times the attention factor; angles in float64."""
     angles = positions[:, None].astype(np.float64) * inverse
-    return (np.exp(1j * angles) * attention_factor).astype(np.complex64)
+    turns: Complex64s = (np.exp(1j * angles) * attention_factor).astype(np.complex64)
+    return turns
 
 
 def rope_reference(x: Float32s, turn: Complex64s, pairing: RopePairing) -> Float32s:
-    """x (n_rows, n_heads, head_dim) with its first n_rot dimensions rotated by `turn` (n_rows, n_rot / 2). Fresh.
+    """x (n_rows, n_heads, head_dim), its first n_rot dimensions rotated by `turn` (n_rows, n_rot / 2). Fresh.
 
     A pair (a, b) is the complex number a + ib, so the rotation is one product.
     """

@@ -1,7 +1,8 @@
-"""From logits to ids. The numpy reference is also what the host device runs; `sample.cu` decides the same way.
+"""From logits to ids. The reference is also what the host device runs; `sample.cu` decides the same way.
 
-Order: adjust, mask, temperature, top-k, top-p of what top-k kept, min-p, then the draw over descending probability
-(ties by ascending id). Log-probabilities are of the model's own distribution (unadjusted, temperature 1).
+Order: adjust, mask, temperature, top-k, top-p of what top-k kept, min-p, then the draw over descending
+probability (ties by ascending id). Log-probabilities are of the model's own distribution: unadjusted,
+temperature 1.
 """
 
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ class RowSampling:
 def sample_reference(logits: Float32s, sampling: SamplingBatch, n_valid: int) -> StepResult:
     """Sample each row of logits (n, n_vocab). Ids >= n_valid (padding rows) are never sampled nor listed.
 
-    A row with a NaN or +inf, or with nothing finite left to choose, has finite False and id 0. Log-probabilities
-    count the padding rows' mass: they are the model's.
+    A row with a NaN or +inf, or with nothing finite left to choose, has finite False and id 0.
+    Log-probabilities count the padding rows' mass: they are the model's.
     """
     n = len(logits)
     ids = np.zeros(n, np.int32)

@@ -22,9 +22,7 @@ class KVRegion:
     values_offset: int
 
 
-def kv_regions(
-    layout: CacheLayout, n_pages: int, element_type: str
-) -> tuple[tuple[KVRegion, ...], int]:
+def kv_regions(layout: CacheLayout, n_pages: int, element_type: str) -> tuple[tuple[KVRegion, ...], int]:
     """Every attention layer's region, and the bytes of the whole buffer. Pure."""
     regions, offset = [], 0
     for kv in layout.kv:
@@ -39,7 +37,7 @@ class PagedCache:
     """A `CacheStorage`. Owns its two buffers; everything it hands out is invalid after `close`.
 
     On the host the views are numpy arrays whose memory order is (n_kv_heads, n_pages, ..): a sequence on
-    consecutive pages is then one contiguous matrix a head. On other devices they are addresses, pages outermost.
+    consecutive pages is then one contiguous matrix a head. Elsewhere they are addresses, pages outermost.
     """
 
     def __init__(
@@ -121,7 +119,8 @@ class PagedCache:
         return self._kv_buffer, self._state_buffer
 
     def __repr__(self) -> str:
-        return f"PagedCache({self.n_pages} pages, {self.n_slots} slots, {self.element_type}, {self.nbytes} bytes)"
+        sizes = f"{self.n_pages} pages, {self.n_slots} slots, {self.nbytes} bytes"
+        return f"PagedCache({sizes}, {self.element_type})"
 
 
 def allocate_cache(

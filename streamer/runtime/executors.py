@@ -4,13 +4,15 @@ import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from streamer.cache.storage import PagedCache, allocate_cache
 from streamer.device.base import Device
-from streamer.kernels.host_ops import HostExecutor
+from streamer.kernels.host_executor import HostExecutor
 from streamer.kernels.host_weights import HostWeights
 from streamer.kernels.ops import Executor
 from streamer.load.weights import ResidentWeights
+from streamer.runtime.cuda import CudaPreparation
 from streamer.runtime.planning import PlannedModel
 
 
@@ -28,6 +30,7 @@ class Start:
     threads: int  # of the host's matrix products; 0: chosen by measuring
     advanced: Callable[[], None]
     stop: threading.Event
+    preparation: CudaPreparation | None = None  # what was begun before the upload
 
     def check(self) -> None:
         if self.stop.is_set():
@@ -60,7 +63,6 @@ def bind_host(start: Start) -> Bound:
         closers.append(cache.close)
         executor = HostExecutor(
             model.architecture.bind(prepared.weights),
-            prepared,
             cache,
             n_valid=model.architecture.n_valid_ids,
             threads=start.threads or None,
@@ -90,4 +92,15 @@ def _cache(start: Start) -> PagedCache:
     )
 
 
-BINDERS: dict[str, Callable[[Start], Bound]] = {"host": bind_host}
+def bind_cuda(start: Start) -> Bound:
+    """Wait for the compiler, allocate cache and workspace, capture graphs, run each once."""
+    assert start.preparation is not None
+    executor, closers = start.preparation.bind(start.weights, start.check)
+    start.preparation.close()
+    return Bound(executor, closers)
+
+
+BINDERS: dict[str, Callable[[Start], Bound]] = {"host": bind_host, "cuda": bind_cuda}
+PREPARATIONS: dict[str, Callable[[Device, PlannedModel, Path | None], CudaPreparation]] = {
+    "cuda": CudaPreparation
+}

@@ -12,7 +12,7 @@ import pytest
 from streamer.cache.storage import PagedCache, allocate_cache
 from streamer.device.host import HostDevice
 from streamer.gguf.reader import read_directory
-from streamer.kernels.host_ops import HostExecutor
+from streamer.kernels.host_executor import HostExecutor
 from streamer.kernels.host_weights import HostWeights
 from streamer.kernels.ops import Batch, SamplingBatch, Span, StepResult
 from streamer.models.registry import Architecture, describe
@@ -69,9 +69,7 @@ class Runner:
             order = np.random.default_rng(5).permutation(order)
         self.pages = order.reshape(n_slots, per)
         model = self.architecture.bind(self.weights.weights)
-        self.executor = HostExecutor(
-            _Recorder(model), self.cache, n_valid=self.architecture.n_valid_ids
-        )
+        self.executor = HostExecutor(_Recorder(model), self.cache, n_valid=self.architecture.n_valid_ids)
 
     def step(self, *parts: Rows, sampling: SamplingBatch | None = None) -> tuple[np.ndarray, StepResult]:
         """Raw logits (n_logit_rows, n_vocab) and the sampled result."""
@@ -81,7 +79,11 @@ class Runner:
             spans.append(Span(part.slot, offset, n, part.position, self.pages[part.slot]))
             ids += list(part.ids)
             positions += range(part.position, part.position + n)
-            rows = range(offset, offset + n) if part.logits is True else ([offset + n - 1] if part.logits else [])
+            rows = (
+                range(offset, offset + n)
+                if part.logits is True
+                else ([offset + n - 1] if part.logits else [])
+            )
             wanted += rows
             slots += [-1] * (len(rows) - 1) + [part.slot] if rows else []
         batch = Batch(
@@ -94,9 +96,7 @@ class Runner:
         """(n, n_vocab) logits of a whole prompt from a fresh state, in chunks."""
         self.executor.reset_state(slot)
         chunk = chunk or len(ids)
-        parts = [
-            self.step(Rows(slot, ids[i : i + chunk], i))[0].copy() for i in range(0, len(ids), chunk)
-        ]
+        parts = [self.step(Rows(slot, ids[i : i + chunk], i))[0].copy() for i in range(0, len(ids), chunk)]
         return np.concatenate(parts)
 
     def close(self) -> None:
