@@ -97,12 +97,7 @@ TABLE: Mapping[str, tuple[str, str, str | None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    code = checksum_code(cache_directory() / "kernels")
-    device, note = open_device(
-        options.device, checksum_code=code, host_link_bytes_per_s=options.host_link * 1e9
-    )
-    if note:
-        print(note, file=sys.stderr)
+    device = _open(options)
     chunk_nbytes = int(options.chunk_mib * MIB)
     try:
         with open_subject(options.model, chunk_nbytes=chunk_nbytes, layers=options.layers) as subject:
@@ -113,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ring_nbytes=options.ring_mib * MIB if options.ring_mib else None,
             )
             cores = len(os.sched_getaffinity(0))
-            other = _pool_opener(device, options.device) if device.capabilities.kind == "cuda" else None
+            other = _pool_opener(device) if device.capabilities.kind == "cuda" else None
             setting = Setting(
                 device,
                 other,
@@ -177,7 +172,21 @@ def _write(setting: Setting, report: Report, options: argparse.Namespace) -> Pat
     return path
 
 
-def _pool_opener(device: Device, asked: str) -> Callable[[], Device]:
+def _open(options: argparse.Namespace) -> Device:
+    code = checksum_code(cache_directory() / "kernels")
+    if options.spin:
+        from streamer.device.cuda import open_cuda
+
+        return open_cuda(int(options.device.partition(":")[2] or 0), checksum_code=code, spin=True)
+    device, note = open_device(
+        options.device, checksum_code=code, host_link_bytes_per_s=options.host_link * 1e9
+    )
+    if note:
+        print(note, file=sys.stderr)
+    return device
+
+
+def _pool_opener(device: Device) -> Callable[[], Device]:
     from streamer.device.cuda import open_cuda
 
     ordinal = device.capabilities.ordinal
@@ -215,6 +224,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ring-mib", type=int, default=None, help="pinned memory of the ring; else two slots a thread"
     )
+    parser.add_argument("--spin", action="store_true", help="CUDA: wait for events spinning, not asleep")
     parser.add_argument("--host-link", type=float, default=0.0, help="host device: simulated link, GB/s")
     parser.add_argument("--ready-model", default=None, help="another file for the arms that start a daemon")
     parser.add_argument("--serve-option", action="append", default=[], help="passed to `ggufd serve`")

@@ -191,6 +191,8 @@ class CudaDevice:
         self._events.close(attempt)
         while self._modules:
             attempt("cuModuleUnload", self._modules.pop())
+        if self._pool is not None:
+            attempt("cuMemPoolTrimTo", self._pool, 0)
         attempt("cuDevicePrimaryCtxRelease", self._handle)
         if first and not self.driver.lost:
             raise first[0]

@@ -5,8 +5,10 @@ the real bindings and a libcuda without a GPU (GGUFD_FAKE_CUDA set): such a run 
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,14 @@ from streamer.config import cache_directory
 from streamer.device.cuda import CudaDevice, open_cuda
 from streamer.errors import DeviceNotFoundError
 from streamer.kernels.checksum import checksum_code
+
+if "pipeline_support" not in sys.modules:  # tests/support/pipeline.py
+    _spec = spec_from_file_location("pipeline_support", Path(__file__).parents[1] / "support" / "pipeline.py")
+    assert _spec is not None
+    assert _spec.loader is not None
+    _module = module_from_spec(_spec)
+    sys.modules["pipeline_support"] = _module
+    _spec.loader.exec_module(_module)
 
 _outcomes: Counter[str] = Counter()
 _durations: dict[str, float] = {}

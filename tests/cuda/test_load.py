@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pipeline_support import Piece, build, make_transfer
+from pipeline_support import run_load as load_model
 
 from streamer.bench.subject import Subject, open_subject, run_load
 from streamer.device.base import CopyKind, CopyPhase, Device
@@ -204,45 +206,48 @@ def slow_fill_nbytes(device: CudaDevice, seconds: float = 0.002) -> int:
         nbytes *= 2
 
 
-def test_slot_reused_before_its_copy_is_found_and_named(device: CudaDevice, subject: Subject) -> None:
+def test_slot_reused_before_its_copy_is_found_and_named(device: CudaDevice, tmp_path: Path) -> None:
+    """One slot of 1 MiB (a small copy may be done while it is submitted), every copy behind a slow fill."""
+    model = build(tmp_path, [Piece(1 << 20, layer=i) for i in range(6)], chunk_nbytes=1 << 20)
     hasty = OrderedSettling(device, slow_fill_nbytes(device))
-    transfer = open_transfer(hasty, options(workers=1, ring_nbytes=CHUNK, streams=1), cores=4)  # type: ignore[arg-type]
+    transfer = make_transfer("ring", hasty, chunk_nbytes=1 << 20, workers=1, slots_per_worker=1)
     with pytest.raises(ResidencyError, match="differ from the file's") as caught:
-        load_once(hasty, transfer, subject, verify=True)  # type: ignore[arg-type]
-    assert any(weight.name in str(caught.value) for weight in subject.plan.weights)
+        load_model(model, hasty, transfer, verify=True)
+    assert any(name in str(caught.value) for name in model.data)
     transfer.close()
     hasty._delay.close()
 
 
-def test_memory_that_another_took_is_told_with_weight_asked_and_free(
+class Crowded:
+    """A device on which the third segment does not fit any more: the driver is asked for too much."""
+
+    def __init__(self, inner: CudaDevice) -> None:
+        self._inner, self._left = inner, 3
+        self.total = inner.memory_info().total
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def allocate(self, nbytes: int, *, what: str = ""):
+        self._left -= 1
+        return self._inner.allocate(nbytes if self._left else nbytes + self.total, what=what)
+
+
+def test_lack_of_memory_in_mid_load_says_asked_and_free_and_leaves_nothing(
     device: CudaDevice, subject: Subject
 ) -> None:
+    crowded = Crowded(device)
     transfer = open_transfer(device, options(), cores=4)
-    transfer.prepare()
-    taken = take_all_but(device, subject.plan.segments[0].nbytes)
     with pytest.raises(DeviceMemoryError) as caught:
-        load_once(device, transfer, subject)
-    assert caught.value.asked in {segment.nbytes for segment in subject.plan.segments}
-    assert caught.value.free < 1 << 30
-    assert "asked" in str(caught.value)
-    for buffer in taken:
-        buffer.close()
+        load_once(crowded, transfer, subject)  # type: ignore[arg-type]
+    assert caught.value.asked == subject.plan.segments[2].nbytes + crowded.total
+    assert 0 < caught.value.free < crowded.total
+    assert f"asked {caught.value.asked} bytes, {caught.value.free} bytes free" in str(caught.value)
+    assert device.statistics().allocated_bytes == device.statistics().pinned_bytes == 0
     weights, _ = load_once(device, transfer, subject)
     assert_device_bytes_are_the_files(device, weights, subject)
     weights.close()
     transfer.close()
-
-
-def take_all_but(device: CudaDevice, nbytes: int) -> list:
-    """Allocate until less than about `nbytes` can be had."""
-    taken = []
-    size = device.memory_info().free
-    while size > nbytes // 2:
-        try:
-            taken.append(device.allocate(size, what="somebody else"))
-        except DeviceMemoryError:
-            size //= 2
-    return taken
 
 
 def test_ledger_events_are_done_when_the_load_is(device: CudaDevice, subject: Subject) -> None:

@@ -172,7 +172,8 @@ CUresult cuMemHostRegister_v2(void* p, size_t n, unsigned flags) {
 }
 CUresult cuMemHostUnregister(void* p) { ENTER(1); u64 n; return take((u64)p, REGISTERED, &n) ? OK : NOT_REGISTERED; }
 CUresult cuDeviceGetDefaultMemPool(void** pool, int device) { ENTER(0); (void)device; *pool = &context_object; return OK; }
-CUresult cuMemPoolSetAttribute(void* pool, int attribute, void* value) { ENTER(0); return pool && value && attribute == 4 ? OK : INVALID_VALUE; }
+CUresult cuMemPoolSetAttribute(void* pool, int attribute, void* value) { ENTER(0); return pool && value && attribute == 4 && *(u64*)value == ~0ull ? OK : INVALID_VALUE; }
+CUresult cuMemPoolTrimTo(void* pool, size_t keep) { ENTER(0); (void)keep; return pool ? OK : INVALID_VALUE; }
 
 // ---- streams ----
 static u64 checksum(const unsigned char* p, u64 n) {
