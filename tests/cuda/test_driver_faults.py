@@ -33,6 +33,7 @@ GIVING_BACK = frozenset(
         "cuDevicePrimaryCtxRelease",
     }
 )  # these do their work and then report the failure: what cannot be freed is nobody's leak
+DRIVERS_OWN_NBYTES = 32 << 20
 NEVER = frozenset({"cuGetErrorName", "cuGetErrorString"})
 HARMLESS = frozenset({"cuMemHostAlloc"})  # a smaller ring carries on
 NAMES_A_WEIGHT = frozenset({"cuMemcpyHtoDAsync", "cuEventSynchronize", "cuLaunchKernel"})
@@ -76,7 +77,7 @@ def subject() -> Iterator[Subject]:
         yield opened
 
 
-def load_and_close(failing: FailingDriver, subject: Subject, strategy: str) -> CudaDevice:
+def load_and_close(failing: FailingDriver, subject: Subject, strategy: str) -> None:
     """One whole life of a device: open, load with proofs, free, close."""
     code = checksum_code(cache_directory() / "kernels")
     device = CudaDevice(Driver(failing), 0, checksum_code=code)
@@ -92,8 +93,12 @@ def load_and_close(failing: FailingDriver, subject: Subject, strategy: str) -> C
         finally:
             transfer.close()
     finally:
-        device.close()
-    return device
+        try:
+            device.close()
+        finally:
+            statistics = device.statistics()
+            held = (statistics.allocated_bytes, statistics.pinned_bytes, statistics.live_streams)
+            assert held == (0, 0, 0), failing.failed
 
 
 def outcome_of(failing: FailingDriver, subject: Subject, strategy: str) -> GgufdError | None:
@@ -125,7 +130,8 @@ def test_every_driver_call_may_fail(
                 assert any(w.name in str(error) for w in subject.plan.weights), (nth, str(error))
         if failing.failed is not None:
             outcomes[failing.failed] = outcomes.get(failing.failed, 0) + 1
-        assert holder.memory_info().free == free, (nth, failing.failed)
+        # the driver may keep a little for itself; a leak would grow with every turn
+        assert free - holder.memory_info().free <= DRIVERS_OWN_NBYTES, (nth, failing.failed)
     failing.nth, failing.calls = None, 0
     load_and_close(failing, subject, strategy)
     assert {"cuMemAlloc", "cuMemcpyHtoDAsync", "cuEventRecord", "cuStreamCreate"} <= set(outcomes)
