@@ -49,7 +49,7 @@ class Compiler:
         vocabulary = _Vocabulary(spec, end_ids)
         wrapped = llguidance.TokenizerWrapper(vocabulary)
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=vocabulary.end_ids)
-        self._nbytes = (len(spec.tokens) + 31) // 32 * 4
+        self._n_tokens = len(spec.tokens)
         self._matchers: dict[int, llguidance.LLMatcher] = {}
 
     def compile(self, number: int, grammar: str) -> bytes:
@@ -66,14 +66,19 @@ class Compiler:
         matcher.consume_token(token_id)
         return self._state(number, matcher)
 
+    def _clipped(self, mask: bytes) -> bytes:
+        """Only the vocabulary's own bits, in whole bytes."""
+        whole, rest = divmod(self._n_tokens, 8)
+        return mask[:whole] + bytes([mask[whole] & (1 << rest) - 1] if rest else [])
+
     def drop(self, number: int) -> None:
         self._matchers.pop(number, None)
 
     def _state(self, number: int, matcher: llguidance.LLMatcher) -> bytes:
         if not matcher.is_error():
-            mask = matcher.compute_bitmask()[: self._nbytes]
+            mask = matcher.compute_bitmask()
             if not matcher.is_error():
-                return _answer(number, FINISHED if matcher.is_stopped() else MASK, mask)
+                return _answer(number, FINISHED if matcher.is_stopped() else MASK, self._clipped(mask))
         return _answer(number, REFUSED, str(matcher.get_error()).splitlines()[0][:300].encode())
 
 

@@ -1,7 +1,7 @@
 """Tool calls in generated text: which form a model writes them in, and reading them while they arrive. Pure.
 
-A form is chosen by what the model's chat template contains (`FORMS`, first match). Text that looks like a call
-but cannot be read as one is given back as content: nothing a model wrote is lost.
+A form is chosen by what the model's chat template contains (`FORMS`, first match). Text that looks like a
+call but cannot be read as one is given back as content: nothing a model wrote is lost.
 """
 
 import json
@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolForm:
-    """How a model writes calls. `opening` and `closing` enclose one; without them the whole answer is JSON."""
+    """How a model writes calls. `opening` and `closing` enclose one; without them the answer is JSON."""
 
     name: str
     signs: tuple[str, ...]  # all of these in the template mean this form
@@ -43,6 +43,7 @@ FORMS: tuple[ToolForm, ...] = (
     ToolForm("llama-3", ("<|python_tag|>",), prefixes=("<|python_tag|>",), arguments_key="parameters"),
     ToolForm("llama-3", ("<|start_header_id|>", '"parameters"'), arguments_key="parameters"),
 )
+_SEPARATORS = " \t\r\n;,"  # between bare JSON calls
 GENERIC = ToolForm("generic", ())
 # Tags that must reach the parsers although some files make control tokens of them.
 SHOWN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
@@ -96,9 +97,10 @@ class ToolCallParser:
             f["name"]: f.get("parameters") or {} for f in (t.get("function", t) for t in tools) if "name" in f
         }
         self._held = ""
+        self._lead = ""  # what stood before the JSON that is being scanned
         self._blank = ""  # white space that is content only if content follows
         self._inside = False  # between opening and closing
-        self._said = self._called = False
+        self._said = self._called = self._after_call = False
         self._scanner: JsonScanner | None = None
         self._scanned = 0
 
@@ -114,13 +116,13 @@ class ToolCallParser:
         """The rest, once no more comes: a call that lacks only its closing tag counts."""
         read = _Read()
         held, self._held = self._held, ""
-        if held:
+        if held and not (self._called and not self._inside and not held.strip(_SEPARATORS)):
             calls = self._read_calls(held) if self._inside or self._scanner else []
             if calls:
                 self._add(read, calls)
             else:
-                self._say(read, (self._form.opening if self._inside else "") + held)
-        if self._blank and not self._called:
+                self._say(read, (self._form.opening if self._inside else self._lead) + held)
+        if self._blank and not self._after_call:
             read.content.append(self._blank)
         self._blank = ""
         return "".join(read.content), read.calls
@@ -153,7 +155,7 @@ class ToolCallParser:
             self._held = ""
             return False
         if self._scanner is None:
-            begun = self._held.lstrip(" \t\r\n;," if self._called else None)
+            begun = self._held.lstrip(_SEPARATORS if self._called else None)
             for prefix in self._form.prefixes:
                 begun = begun.removeprefix(prefix).lstrip()
                 if begun and prefix.startswith(begun):
@@ -164,8 +166,8 @@ class ToolCallParser:
                 self._say(read, begun if self._called else self._held)
                 self._held = ""
                 return False
-            self._scanner, self._scanned, self._original = JsonScanner(), 0, self._held
-            self._held = begun
+            self._scanner, self._scanned = JsonScanner(), 0
+            self._lead, self._held = self._held[: len(self._held) - len(begun)], begun
         end = self._scanner.feed(self._held[self._scanned :])
         if end is None:
             self._scanned = len(self._held)
@@ -176,7 +178,8 @@ class ToolCallParser:
         if calls:
             self._add(read, calls)
         else:
-            self._say(read, value)
+            self._say(read, self._lead + value)
+        self._lead = ""
         return bool(self._held)
 
     def _say(self, read: _Read, text: str) -> None:
@@ -185,12 +188,12 @@ class ToolCallParser:
         body = text.rstrip()
         self._blank = text[len(body) :]
         if body:
-            read.content.append(body if not self._called else body.lstrip())
-            self._said = True
+            read.content.append(body.lstrip() if self._after_call else body)
+            self._said, self._after_call = True, False
 
     def _add(self, read: _Read, calls: list[ToolCall]) -> None:
         read.calls += calls
-        self._called, self._blank = True, ""
+        self._called, self._after_call, self._blank = True, True, ""
 
     def _read_calls(self, text: str) -> list[ToolCall]:
         """The calls that a block is, or nothing when it is no call."""

@@ -1,0 +1,304 @@
+"""Answers stay inside their grammar; what cannot be enforced whole is refused, never left open."""
+
+import gc
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from streamer.errors import ClientError, GgufdError
+from streamer.text import grammars
+from streamer.text.constraint import ConstraintFactory, HostedConstraint
+from streamer.text.tokenizer import Tokenizer
+from streamer.text.tools import FORMS, GENERIC, ToolCallParser, ToolForm
+
+HERMES, CODER, LLAMA = (next(f for f in FORMS if f.name == n) for n in ("hermes", "qwen3-coder", "llama-3"))
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"type": "string", "enum": ["c", "f"]},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+PADDING = 50
+
+
+@pytest.fixture(scope="module")
+def factory(smollm2: Tokenizer) -> Iterator[ConstraintFactory]:
+    factory = ConstraintFactory(smollm2, smollm2.n_tokens + PADDING)
+    yield factory
+    factory.close()
+
+
+def allowed(constraint: HostedConstraint) -> set[int]:
+    mask = constraint.mask()
+    return {8 * i + b for i, byte in enumerate(mask) if byte for b in range(8) if byte >> b & 1}
+
+
+def accepts(factory: ConstraintFactory, tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the whole text is an answer the grammar allows to end."""
+    constraint = factory.compile(grammar)
+    for i in tokenizer.encode(text, add_special=False):
+        if i not in allowed(constraint):
+            return False
+        constraint.accept(i)
+    return bool(tokenizer.end_ids & allowed(constraint))
+
+
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "s": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+ACCEPTED = [
+    (grammars.json_object(), '{"x": [1, {"y": null}]}', "[1]"),
+    (grammars.json_schema(OBJECT), '{\n  "a": 5,\n  "s": "é\\n"\n}', '{"s": "x"}'),
+    (grammars.json_schema(OBJECT), '{"a":5}', '{"a": "5"}'),
+    (grammars.json_schema(True), "[1]", "[1"),
+    (grammars.json_schema({"enum": ["x", 1]}), '"x"', '"y"'),
+    (grammars.regex(r"[a-z]+\d{2}"), "abc12", "abc1"),
+    (grammars.gbnf('root ::= ("yes" | "no") ws\nws ::= [ \\t\\n]*'), "yes ", "maybe"),
+    (grammars.gbnf('root ::= "é\\u00e9" [0-9]{2,3}  # comment'), "éé123", "éé1"),
+    (grammars.tool_calls(LLAMA, [WEATHER, NOW]), '{"name": "now", "parameters": {}}', '{"name": "x"}'),
+    (grammars.tool_calls(GENERIC, [NOW], name="now"), '{"name": "now", "arguments": {}}', "hello"),
+    (
+        grammars.tool_calls(HERMES, [WEATHER]),
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "unit": "c"}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"unit": "c"}}\n</tool_call>',
+    ),
+    (
+        grammars.tool_calls(CODER, [WEATHER, NOW]),
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRo\nme</p\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("grammar", "good", "bad"), ACCEPTED)
+def test_grammar_allows_what_it_says(
+    factory: ConstraintFactory, smollm2: Tokenizer, grammar: str, good: str, bad: str
+) -> None:
+    assert accepts(factory, smollm2, grammar, good)
+    assert not accepts(factory, smollm2, grammar, bad)
+
+
+REFUSED_SCHEMAS: list[Any] = [
+    {"type": "objekt"},
+    {"type": "object", "not": {"type": "string"}},
+    {"$ref": "http://example.com/schema"},
+    {"$ref": "#/$defs/nowhere"},
+    {"type": "string", "pattern": "(?=x)"},
+    {"type": "string", "pattern": "("},
+    {"type": "string", "minLength": 5, "maxLength": 2},
+    {"properties": 5},
+    False,
+    "text",
+    None,
+    [1],
+]
+
+
+@pytest.mark.parametrize("schema", REFUSED_SCHEMAS)
+def test_schema_that_cannot_be_enforced_is_refused(factory: ConstraintFactory, schema: Any) -> None:
+    with pytest.raises(ClientError) as caught:
+        factory.compile(grammars.json_schema(schema))
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("options", [{"lenient": True}, {"whitespace_flexible": False}])
+def test_schema_cannot_loosen_its_own_enforcement(
+    factory: ConstraintFactory, options: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "not": {}, "x-guidance": options}
+    with pytest.raises(ClientError):
+        factory.compile(grammars.json_schema(schema))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root ::= missing",
+        'rot ::= "a"',
+        'root ::= "a',
+        "",
+        "root",
+        'root ::= "\\q"',
+        "(" * 5000,
+        "root ::= " + "(" * 3000 + '"a"' + ")" * 3000,
+        'root ::= "\\ud800"',
+        "x" * (1 << 19),
+    ],
+)
+def test_bad_gbnf_is_refused(factory: ConstraintFactory, text: str) -> None:
+    with pytest.raises(ClientError) as caught:
+        factory.compile(grammars.gbnf(text))
+    assert caught.value.status == 400
+    assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize("pattern", ["(", "(?=a)b", "a" * (1 << 19)])
+def test_bad_regex_is_refused(factory: ConstraintFactory, pattern: str) -> None:
+    with pytest.raises(ClientError):
+        factory.compile(grammars.regex(pattern))
+
+
+@pytest.mark.parametrize(
+    ("tools", "name"),
+    [
+        ([], None),
+        ([NOW], "other"),
+        ([{"function": {"name": 5}}], None),
+        ([{"function": {"name": 'x"y'}}], None),
+        ([{"function": {"name": "x", "parameters": 5}}], None),
+        ([{"function": {"name": "x", "parameters": {"type": "objekt"}}}], None),
+    ],
+)
+@pytest.mark.parametrize("form", [HERMES, GENERIC, CODER], ids=lambda form: form.name)
+def test_tool_choice_that_cannot_be_enforced_is_refused(
+    factory: ConstraintFactory, tools: list[Any], name: str | None, form: ToolForm
+) -> None:
+    if form is CODER and tools and tools[0]["function"].get("parameters") == {"type": "objekt"}:
+        pytest.skip("its parameters are read one by one: there are none")
+    with pytest.raises(ClientError) as caught:
+        factory.compile(grammars.tool_calls(form, tools, name=name))
+    assert caught.value.status == 400
+
+
+def test_mask_covers_the_logits_and_never_allows_padding(
+    factory: ConstraintFactory, smollm2: Tokenizer
+) -> None:
+    constraint = factory.compile(grammars.regex("(?s:.*)"))
+    assert len(constraint.mask()) == (smollm2.n_tokens + PADDING + 31) // 32 * 4
+    ids = allowed(constraint)
+    assert max(ids) < smollm2.n_tokens
+    controls = {i for i in ids if smollm2.is_control(i)}
+    assert controls == set(smollm2.end_ids)  # may end at once; other control tokens never
+
+
+def test_end_is_allowed_only_where_the_answer_may_end(factory: ConstraintFactory, smollm2: Tokenizer) -> None:
+    constraint = factory.compile(grammars.json_schema(OBJECT))
+    text = '{"a": 12}'
+    for i in smollm2.encode(text):
+        assert not smollm2.end_ids & allowed(constraint)
+        assert not constraint.is_finished
+        constraint.accept(i)
+    assert constraint.is_finished
+    assert allowed(constraint) == set(smollm2.end_ids)
+
+
+def test_id_that_is_not_allowed_is_our_fault(factory: ConstraintFactory, smollm2: Tokenizer) -> None:
+    constraint = factory.compile(grammars.json_object())
+    constraint.accept(smollm2.encode("x")[0])
+    with pytest.raises(GgufdError):
+        constraint.mask()
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, CODER, GENERIC], ids=lambda form: form.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_sampled_under_tool_choice_parses_as_calls(
+    factory: ConstraintFactory, smollm2: Tokenizer, form: ToolForm, seed: int
+) -> None:
+    dice = random.Random(seed)
+    constraint = factory.compile(grammars.tool_calls(form, [WEATHER, NOW], parallel=False))
+    ids: list[int] = []
+    while not constraint.is_finished:
+        choices = sorted(allowed(constraint) - smollm2.end_ids)
+        closing = [i for i in choices if smollm2.token_bytes(i).strip()[:1] in (b'"', b"}", b"<", b">")]
+        hurry = len(ids) > 40 and closing
+        ids.append(dice.choice(closing if hurry else choices))
+        constraint.accept(ids[-1])
+        if len(ids) > 400:
+            return  # a string that goes on and on is no error
+    parser = ToolCallParser(form, [WEATHER, NOW])
+    text = smollm2.decode(ids)
+    content, calls = parser.push(text)
+    rest, more = parser.finish()
+    assert content + rest == ""
+    assert len(calls + more) == 1
+    assert isinstance(json.loads((calls + more)[0].arguments), dict)
+
+
+def test_constraints_of_several_requests_do_not_mix(factory: ConstraintFactory, smollm2: Tokenizer) -> None:
+    numbers = [factory.compile(grammars.regex(f"{i}+x")) for i in range(4)]
+    for _ in range(5):
+        for i, constraint in enumerate(numbers):
+            constraint.accept(smollm2.encode(str(i))[0])
+        for i, constraint in reversed(list(enumerate(numbers))):
+            assert smollm2.encode(str(i))[0] in allowed(constraint)
+            assert smollm2.encode(str((i + 1) % 4))[0] not in allowed(constraint)
+
+
+def test_compiling_goes_on_in_many_threads(factory: ConstraintFactory, smollm2: Tokenizer) -> None:
+    failures: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            assert accepts(factory, smollm2, grammars.regex(f"[a-z]{{{n}}}"), "abcdefgh"[:n])
+        except BaseException as error:  # noqa: BLE001 - reported below
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_dropped_constraints_are_forgotten(factory: ConstraintFactory) -> None:
+    constraint = factory.compile(grammars.json_object())
+    number, process = constraint._number, constraint._process
+    del constraint
+    gc.collect()
+    factory.compile(grammars.json_object())
+    process.accept(number, 0)
+    assert process.wait_state(number).body == b"the constraint was dropped"
+
+
+def test_process_that_dies_fails_its_requests_and_serves_new_ones(smollm2: Tokenizer) -> None:
+    factory = ConstraintFactory(smollm2, smollm2.n_tokens)
+    try:
+        constraint = factory.compile(grammars.json_object())
+        os.kill(constraint._process._worker.pid, signal.SIGKILL)
+        constraint._process._worker._process.wait()
+        with pytest.raises(GgufdError):
+            constraint.accept(0)
+            constraint.mask()
+        assert factory.compile(grammars.json_object()).mask()
+    finally:
+        factory.close()
+
+
+def test_vocabulary_without_end_tokens_can_be_constrained(bpe: Tokenizer, make_bpe: Any) -> None:
+    from streamer.text.tokenizer import build_tokenizer
+
+    tokens = list(make_bpe()["tokenizer.ggml.tokens"])
+    tokens[264], tokens[266] = "x1", "x2"
+    tokenizer = build_tokenizer(make_bpe(tokens=tokens, eos_token_id=None))
+    assert tokenizer.end_ids == frozenset()
+    factory = ConstraintFactory(tokenizer, 270)
+    try:
+        constraint = factory.compile(grammars.regex("a"))
+        assert allowed(constraint) == {ord("a")}
+        constraint.accept(ord("a"))
+        assert constraint.is_finished
+        assert allowed(constraint) == set()
+    finally:
+        factory.close()

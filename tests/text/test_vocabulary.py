@@ -1,0 +1,155 @@
+"""Broken tokenizer metadata is refused by key; what is odd but clear loads."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamer.errors import GGUFError
+from streamer.text.tokenizer import build_tokenizer
+from streamer.text.vocabulary import read_vocabulary
+
+Make = Callable[..., dict[str, Any]]
+
+
+def refused_key(metadata: dict[str, Any]) -> str:
+    with pytest.raises(GGUFError) as caught:
+        build_tokenizer(metadata, path="x.gguf")
+    assert caught.value.path == "x.gguf"
+    assert "\n" not in str(caught.value)
+    return caught.value.subject.removeprefix("tokenizer.ggml.")
+
+
+BROKEN_BPE: list[tuple[str, dict[str, Any]]] = [
+    ("model", {"model": None}),
+    ("model", {"model": "bert2"}),
+    ("model", {"model": 7}),
+    ("pre", {"pre": "qwen99"}),
+    ("pre", {"pre": 3}),
+    ("tokens", {"tokens": None}),
+    ("tokens", {"tokens": []}),
+    ("tokens", {"tokens": np.arange(270)}),
+    ("tokens", {"tokens": "abc"}),
+    ("token_type", {"token_type": np.zeros(269, np.int32)}),
+    ("token_type", {"token_type": np.full(270, 7, np.int32)}),
+    ("token_type", {"token_type": np.full(270, -1, np.int32)}),
+    ("token_type", {"token_type": np.ones(270, np.float32)}),
+    ("token_type", {"token_type": "x"}),
+    ("merges", {"merges": None}),
+    ("merges", {"merges": ["he"]}),
+    ("merges", {"merges": ["h e", "l "]}),
+    ("merges", {"merges": [" l"]}),
+    ("merges", {"merges": [""]}),
+    ("merges", {"merges": np.arange(4)}),
+    ("bos_token_id", {"bos_token_id": 270}),
+    ("eos_token_id", {"eos_token_id": -2}),
+    ("eos_token_id", {"eos_token_id": "2"}),
+    ("eot_token_id", {"eot_token_id": 1 << 20}),
+    ("add_bos_token", {"add_bos_token": 1}),
+    ("add_bos_token", {"add_bos_token": True, "bos_token_id": None}),
+    ("add_eos_token", {"add_eos_token": True, "eos_token_id": None}),
+]
+
+
+@pytest.mark.parametrize(("key", "changes"), BROKEN_BPE)
+def test_broken_bpe_metadata_is_refused_by_key(make_bpe: Make, key: str, changes: dict[str, Any]) -> None:
+    assert refused_key(make_bpe(**changes)) == key
+
+
+@pytest.mark.parametrize("name", ["<0x-1>", "<0x1>", "<0x100>", "0x41", "<0xZZ>", "", "<0x41>\n"])
+def test_bad_byte_token_is_refused(make_spm: Make, name: str) -> None:
+    tokens = list(make_spm()["tokenizer.ggml.tokens"])
+    tokens[3] = name
+    assert refused_key(make_spm(tokens=tokens)) == "tokens"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scores": np.zeros(3, np.float32)},
+        {"scores": np.full(297, np.nan, np.float32)},
+        {"scores": ["a"] * 297},
+    ],
+)
+def test_broken_scores_are_refused(make_spm: Make, changes: dict[str, Any]) -> None:
+    assert refused_key(make_spm(**changes)) == "scores"
+
+
+def test_missing_pretokenizer_is_the_default_and_logged(
+    make_bpe: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        vocabulary = read_vocabulary(make_bpe(pre=None))
+    assert vocabulary.pre == "default"
+    assert "tokenizer.ggml.pre" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "llama3", "llama-v3", "qwen2", "qwen35", "smollm", "default"])
+def test_known_pretokenizers_load(make_bpe: Make, name: str) -> None:
+    tokenizer = build_tokenizer(make_bpe(pre=name))
+    assert tokenizer.decode(tokenizer.encode("hello world 123", add_special=False)) == "hello world 123"
+
+
+def test_beginning_token_defaults_to_what_the_type_wants(make_bpe: Make, make_spm: Make) -> None:
+    assert not read_vocabulary(make_bpe()).add_bos
+    assert read_vocabulary(make_bpe(pre="llama-bpe")).add_bos
+    assert not read_vocabulary(make_bpe(pre="llama-bpe", add_bos_token=False)).add_bos
+    assert not read_vocabulary(make_bpe(pre="llama-bpe", bos_token_id=None)).add_bos
+    assert read_vocabulary(make_spm()).add_bos
+    assert not read_vocabulary(make_spm(add_bos_token=np.bool_(False))).add_bos
+
+
+def test_spm_has_its_customary_special_ids(make_spm: Make) -> None:
+    assert read_vocabulary(make_spm()).special_ids == {"bos": 1, "eos": 2, "unk": 0}
+
+
+def test_no_id_written_as_minus_one_is_none(make_bpe: Make) -> None:
+    assert "bos" not in read_vocabulary(make_bpe(bos_token_id=0xFFFFFFFF)).special_ids
+
+
+def test_padding_id_out_of_range_is_only_logged(make_bpe: Make, caplog: pytest.LogCaptureFixture) -> None:
+    read_vocabulary(make_bpe(padding_token_id=99999))
+    assert "padding_token_id" in caplog.text
+
+
+def test_merges_of_unknown_tokens_and_repeated_tokens_are_harmless(make_bpe: Make) -> None:
+    tokens = list(make_bpe()["tokenizer.ggml.tokens"])
+    tokens[260] = "hello"
+    tokens[261] = ""
+    tokenizer = build_tokenizer(make_bpe(tokens=tokens, merges=["q x", "h e", "l l", "he ll", "hell o"]))
+    assert tokenizer.encode("hello") == [259]
+    assert tokenizer.token_bytes(260) == b"hello"
+    assert tokenizer.token_bytes(261) == b""
+
+
+def test_merges_may_lack_where_nothing_merges(make_bpe: Make) -> None:
+    tokens = list(make_bpe()["tokenizer.ggml.tokens"])[:256]
+    metadata = make_bpe(
+        tokens=tokens, token_type=np.ones(256, np.int32), merges=None, bos_token_id=None, eos_token_id=1
+    )
+    assert build_tokenizer(metadata).encode("é") == [0xC3, 0xA9]
+
+
+def test_end_ids_come_from_metadata_and_names(make_bpe: Make) -> None:
+    # <|endoftext|> 264 and <|im_end|> 266 by name, 5 from metadata; <|im_start|> ends nothing.
+    assert read_vocabulary(make_bpe(eos_token_id=5)).end_ids == {5, 264, 266}
+    assert read_vocabulary(make_bpe(eot_token_id=7, eom_token_id=8)).end_ids == {7, 8, 264, 266}
+
+
+def test_html_that_looks_like_an_end_is_text_unless_it_is_control(make_bpe: Make) -> None:
+    tokens = list(make_bpe()["tokenizer.ggml.tokens"])
+    tokens[263] = "</s>"
+    assert 263 not in read_vocabulary(make_bpe(tokens=tokens)).end_ids
+    types = make_bpe()["tokenizer.ggml.token_type"].copy()
+    types[263] = 3
+    assert 263 in read_vocabulary(make_bpe(tokens=tokens, token_type=types)).end_ids
+
+
+def test_end_of_turn_of_the_wrong_type_is_treated_as_control(make_bpe: Make) -> None:
+    types = make_bpe()["tokenizer.ggml.token_type"].copy()
+    types[266] = 1
+    vocabulary = read_vocabulary(make_bpe(token_type=types))
+    assert 266 in vocabulary.control_ids
+    assert 266 in vocabulary.end_ids
