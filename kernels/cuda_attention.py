@@ -1,13 +1,12 @@
 """Launchers of rope.cu and attention.cu over a cache's pages."""
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.cuda_limits import Limits, StepShape
-from streamer.kernels.launch import Kernel, KernelStore, ModuleSpec
+from streamer.kernels.launch import Kernel, KernelSource
 from streamer.kernels.ops import CacheLayout, CacheStorage, KVLayer, RopePairing
 
 T = {"bf16": "__nv_bfloat16", "f16": "__half"}
@@ -68,21 +67,11 @@ class HeadShape:
         return 4 * cells * self.n_heads * (self.head_dim + 2)
 
 
-def attention_modules(shapes: set[HeadShape], element: str) -> list[ModuleSpec]:
-    """What a model's attention needs compiled."""
-    specs = [ModuleSpec("rope.cu", (f"rope_cache_write<{T[element]}>",))]
-    for s in sorted(shapes, key=repr):
-        specs.append(ModuleSpec("attention.cu", (s.decode_name(element),)))
-        specs.append(ModuleSpec("attention.cu", (s.prefill_name(element),)))
-    return specs
-
-
-def head_shapes(layout: CacheLayout, n_heads: dict[int, int]) -> set[HeadShape]:
-    return {HeadShape(n_heads[kv.layer], kv.n_kv_heads, kv.key_length) for kv in layout.kv}
-
-
-def scratch_nbytes(shapes: set[HeadShape], limits: Limits, multiprocessors: int) -> tuple[int, int]:
-    """(partial results, counters) in bytes, for all layers in turn."""
+def attention_scratch(
+    layout: CacheLayout, n_heads: Mapping[int, int], limits: Limits, multiprocessors: int
+) -> tuple[int, int]:
+    """(partial results, counters) in bytes, used by all layers in turn. `n_heads` by layer."""
+    shapes = {HeadShape(n_heads[kv.layer], kv.n_kv_heads, kv.key_length) for kv in layout.kv}
     rows = limits.max_sequences
     partial = max((s.scratch_nbytes(rows, multiprocessors) for s in shapes), default=0)
     counters = max((4 * rows * s.n_kv_heads * s.parts for s in shapes), default=0)
@@ -93,13 +82,13 @@ class CudaAttention:
     """Writes and reads one cache. Launches only; everything it touches was allocated before."""
 
     def __init__(
-        self, store: KernelStore, cache: CacheStorage, *, partial: int, counters: int, multiprocessors: int
+        self, store: KernelSource, cache: CacheStorage, *, partial: int, counters: int, multiprocessors: int
     ) -> None:
-        """`partial`, `counters`: device addresses of scratch (`scratch_nbytes`), counters zero."""
+        """`partial`, `counters`: device addresses of scratch (`attention_scratch`), counters zero."""
         self._store, self._cache = store, cache
         self._partial, self._counters, self._multiprocessors = partial, counters, multiprocessors
         self._layers = {kv.layer: kv for kv in cache.layout.kv}
-        self._max_pages = 0
+        self.head_counts: dict[int, int] = {}  # query heads by layer, as the model calls
         self._rope = store.kernel(
             "rope.cu",
             f"rope_cache_write<{T[cache.element_type]}>",
@@ -131,6 +120,7 @@ class CudaAttention:
     ) -> None:
         """`norms`: address (0: none) and epsilon of the q norm, then of the k norm."""
         kv = self._layers[layer]
+        self.head_counts[layer] = n_heads
         q_norm, q_epsilon, k_norm, k_epsilon = norms
         heads = n_heads + 2 * kv.n_kv_heads
         self._rope(
@@ -200,8 +190,3 @@ class CudaAttention:
                 shared=shape.prefill_shared,
             )
         return self._prefill[shape]
-
-
-def frequency_table(inverse: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray:
-    """What the kernel reads: float32, computed in float64."""
-    return np.ascontiguousarray(inverse, dtype=np.float32)

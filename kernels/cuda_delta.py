@@ -4,19 +4,11 @@ import ctypes
 
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.cuda_limits import StepShape
-from streamer.kernels.launch import Kernel, KernelStore, ModuleSpec
-from streamer.kernels.ops import CacheLayout, CacheStorage, RecurrentLayer
+from streamer.kernels.launch import Kernel, KernelSource
+from streamer.kernels.ops import CacheStorage, RecurrentLayer
 
 COLUMNS = 16  # of the state, a block
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-
-
-def delta_modules(layout: CacheLayout) -> list[ModuleSpec]:
-    """What a model's recurrent layers need compiled."""
-    if not layout.recurrent:
-        return []
-    instances = {f"gated_delta<{r.k_dim // 32}>" for r in layout.recurrent}
-    return [ModuleSpec("gated_delta.cu"), *(ModuleSpec("gated_delta.cu", (i,)) for i in sorted(instances))]
 
 
 def check_recurrent(layer: RecurrentLayer) -> str | None:
@@ -31,7 +23,7 @@ def check_recurrent(layer: RecurrentLayer) -> str | None:
 class CudaDelta:
     """Runs recurrent layers of one cache."""
 
-    def __init__(self, store: KernelStore, cache: CacheStorage) -> None:
+    def __init__(self, store: KernelSource, cache: CacheStorage) -> None:
         self._cache = cache
         self._layers = {r.layer: r for r in cache.layout.recurrent}
         self._conv = store.kernel("gated_delta.cu", "conv_silu", [_P] * 5 + [_I] * 2)
@@ -78,7 +70,8 @@ class CudaDelta:
         self._delta[r.k_dim // 32](
             (r.n_v_heads, r.v_dim // COLUMNS, step.n_spans), 128,
             mixed.address, alpha.address, beta.address, dt_bias, a, self._cache.delta_state(layer),
-            out.address,             step.table("spans"), n_k_heads, r.n_v_heads, r.v_dim, alpha.row_stride, beta.row_stride, epsilon,
+            out.address,             step.table("spans"), n_k_heads, r.n_v_heads, r.v_dim,
+            alpha.row_stride, beta.row_stride, epsilon,
             stream=stream,
         )  # fmt: skip
 

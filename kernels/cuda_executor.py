@@ -5,7 +5,7 @@ batches, embeddings) is launched eagerly. A step costs one upload of tables, one
 download; only `PendingStep.result` waits, so the next step may be queued before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +81,10 @@ class CudaExecutor:
         cache: Any,
         workspace: Workspace,
         limits: Limits,
+        *,
+        closers: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """`device` a CudaDevice, `stream` the compute stream, `cache` a PagedCache on it."""
+        """`device` a CudaDevice, `stream` for compute, `cache` a PagedCache there; `closers` run last."""
         self._device, self._stream, self._model, self._ops, self._cache = device, stream, model, ops, cache
         self._workspace, self._limits = workspace, limits
         self._layouts = table_layouts(limits, -(-model.n_vocab // 32))
@@ -90,6 +92,7 @@ class CudaExecutor:
         self._turns: list[_Turn] = []
         self._graphs: dict[tuple[int, bool], Graph] = {}
         self._steps = self._replays = 0
+        self._closers = list(closers)
         self._n_embd = workspace.n_embd
 
     # ---- before READY ----------------------------------------------------------------------------
@@ -260,6 +263,8 @@ class CudaExecutor:
             turn.tables.close()
             turn.results.close()
         self._workspace.close()
+        while self._closers:
+            self._closers.pop(0)()
 
 
 def _hidden_result(hidden: np.ndarray[Any, np.dtype[np.float32]]) -> StepResult:

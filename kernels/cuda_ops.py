@@ -1,10 +1,10 @@
-"""The operators on CUDA: each queues a few kernels on one stream; nothing here allocates, waits or reads back.
+"""The operators on CUDA: each queues a few kernels on one stream; nothing here allocates or waits.
 
-The residual stream x lives in one buffer and is updated in place; everything else of a sublayer comes from an
+The residual stream x lives in one buffer, updated in place; everything else of a sublayer comes from an
 arena that the next sublayer takes over. Launched eagerly or while a graph is captured, the calls are the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,18 +33,22 @@ class Products(Protocol):
         self, x: DeviceArray, norm: Norm, gate: Linear, up: Linear, down: Linear, *, activation: Activation,
         post_norm: Norm | None,
     ) -> DeviceArray: ...  # fmt: skip
-    def routed_experts(self, x: DeviceArray, norm: Norm, experts: Experts) -> DeviceArray: ...
     def head(self, x: DeviceArray, norm: Norm, output: Linear, logits: DeviceArray) -> None: ...
 
 
 class Places(Protocol):
     """Fixed device addresses of an executor's buffers."""
 
-    residual: int  # (max_rows, n_embd) f32
-    last_ids: int  # (n_slots,) int32
-    resolved_ids: int  # (max_rows,) int32
-    results: int
-    hidden: int  # (LOGIT_ROWS, n_embd) f32: rows gathered for the head
+    @property
+    def residual(self) -> int: ...  # (max_rows, n_embd) f32
+    @property
+    def last_ids(self) -> int: ...  # (n_slots,) int32
+    @property
+    def resolved_ids(self) -> int: ...  # (max_rows,) int32
+    @property
+    def results(self) -> int: ...  # ResultLayout
+    @property
+    def hidden(self) -> int: ...  # (LOGIT_ROWS, n_embd) f32: rows gathered for the head
 
 
 class CudaOps:
@@ -58,11 +62,11 @@ class CudaOps:
         sampler: CudaSampler,
         places: Places,
         arena: Arena,
-        frequency_tables: dict[int, int],
+        frequency_table: Callable[[Rope], int],
     ) -> None:
-        """`frequency_tables`: address of each Rope's table by id(rope)."""
+        """`frequency_table` gives the address of a rotation's table."""
         self._products, self._attention, self._delta, self._sampler = products, attention, delta, sampler
-        self._places, self._arena, self._frequencies = places, arena, frequency_tables
+        self._places, self._arena, self._frequency_table = places, arena, frequency_table
         self._step: StepShape
         self._results: ResultLayout
         self._stream = 0
@@ -163,8 +167,7 @@ class CudaOps:
         )
 
     def routed_experts(self, x: DeviceArray, norm: Norm, experts: Experts) -> DeviceArray:
-        self._arena.reset()
-        return self._products.routed_experts(x, norm, experts)
+        raise NotImplementedError("routed experts on CUDA")
 
     # ---- attention -------------------------------------------------------------------------------
 
@@ -194,7 +197,7 @@ class CudaOps:
             n_heads=n_heads,
             pairing=rope.pairing,
             n_rot=rope.n_rot,
-            inverse_frequency=self._frequencies[id(rope)],
+            inverse_frequency=self._frequency_table(rope),
             attention_factor=rope.attention_factor,
             norms=(*_address_and_epsilon(q_norm), *_address_and_epsilon(k_norm)),
             step=self._step,

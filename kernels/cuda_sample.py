@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.cuda_limits import LOGIT_ROWS, StepShape
-from streamer.kernels.launch import KernelStore, ModuleSpec
+from streamer.kernels.launch import KernelSource
 from streamer.kernels.ops import StepResult
 
 SLICE = 4096  # ids a block of sample_prepare looks at (sample.cu)
@@ -16,7 +16,6 @@ STATISTICS_NBYTES = 32  # sizeof(SliceStatistics)
 HISTOGRAM_NBYTES = 256 * 12  # sizeof(Histogram)
 MAX_TOP = 20
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-SAMPLE_MODULES = [ModuleSpec("sample.cu")]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class SampleScratch:
 class CudaSampler:
     """Samples up to LOGIT_ROWS rows of logits at a time."""
 
-    def __init__(self, store: KernelStore, scratch: SampleScratch, address: int, *, n_valid: int) -> None:
+    def __init__(self, store: KernelSource, scratch: SampleScratch, address: int, *, n_valid: int) -> None:
         """`address`: scratch.nbytes of device memory whose histograms are zero."""
         self.scratch, self._n_valid = scratch, n_valid
         starts = [address]
@@ -142,7 +141,8 @@ class CudaSampler:
         self._prepare(
             (s.n_slices, n, 1), 256,
             self.logits_address, self._work, self._slices, temperature, at("adjust_start"),
-            step.table("adjust_ids"), step.table("adjust_divide"), step.table("adjust_add"), at("mask_of_row"), step.table("masks"),
+            step.table("adjust_ids"), step.table("adjust_divide"), step.table("adjust_add"),
+            at("mask_of_row"), step.table("masks"),
             s.pitch, s.n_vocab, self._n_valid, step.layout.shape.mask_words,
             stream=stream,
         )  # fmt: skip
@@ -159,7 +159,8 @@ class CudaSampler:
         self._pick(
             (n, 1, 1), 1024,
             self.logits_address, self._work, self._slices, self.histograms, temperature, at("top_k"),
-            at("top_p"), at("min_p"), at("uniform"), at("slots"), at("target_ids"), last_ids, out["ids"], out["logprobs"],
+            at("top_p"), at("min_p"), at("uniform"), at("slots"), at("target_ids"), last_ids,
+            out["ids"], out["logprobs"],
             out["targets"], out["finite"], out["sums"], s.pitch, s.n_vocab, s.n_slices,
             stream=stream,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The one buffer an executor computes in: where each part lies, and how large it is before anything is allocated."""
+"""The one buffer an executor computes in: where each part lies, and its size before anything is allocated."""
 
 from dataclasses import dataclass
 

@@ -13,6 +13,7 @@ from streamer.plan.layouts import LAYOUTS
 from streamer.plan.make import make_plan
 from streamer.plan.memory import CacheNeeds, PlanOptions
 from streamer.plan.plan import Plan
+from streamer.runtime.cuda_plan import cuda_workspace
 
 CHUNK_NBYTES = 4 << 20
 
@@ -43,7 +44,7 @@ class Profile:
 PROFILES: dict[str, Profile] = {
     "host": Profile(("f32",), 8, 256, overlap=False, state_snapshots=4, reserve_nbytes=64 << 20),
     "cuda": Profile(
-        ("f16", "bf16", "fp8_e4m3", "int8"),
+        ("f16", "bf16"),
         64,
         2048,
         overlap=True,
@@ -62,7 +63,7 @@ def _host_workspace(directory: Directory, architecture: Architecture, rows: int,
     return prepared_nbytes([tensor for tensor in directory.tensors.values() if tensor.name in wanted])
 
 
-WORKSPACES: dict[str, Workspace] = {"host": _host_workspace}
+WORKSPACES: dict[str, Workspace] = {"host": _host_workspace, "cuda": cuda_workspace}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from streamer.load.weights import ResidentWeights
 from streamer.models.registry import Architecture
 from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
-from streamer.runtime.executors import BINDERS, Bound, Start, Stopped
+from streamer.runtime.executors import BINDERS, PREPARATIONS, Bound, Start, Stopped
 from streamer.runtime.options import StartOptions
 from streamer.runtime.planning import CHUNK_NBYTES, PlannedModel, plan_model, read_model
 from streamer.trace import NULL_TRACER, RecordingTracer, Tracer
@@ -129,12 +129,23 @@ async def _start(
     ledger.enter(Phase.PLAN)
     model = await _in(threads, lambda: _plan(options, device, directory, architecture, transfer))
     ledger.adopt(model.plan)
+    preparation = None
+    if prepare := PREPARATIONS.get(capabilities.kind):
+        preparation = await _in(threads, lambda: prepare(device, model, options.cache_directory))
+        undo.closers.append(preparation.close)
     weights = await load(
-        model.plan, directory, device, transfer, ledger, tracer=tracer, verify=options.verify
+        model.plan,
+        directory,
+        device,
+        transfer,
+        ledger,
+        tracer=tracer,
+        verify=options.verify,
+        finisher=preparation.finisher if preparation is not None else None,
     )
     undo.closers.append(weights.close)
     ledger.enter(Phase.WARM)
-    starting = Start(device, model, weights, options.blas_threads, advanced, stop)
+    starting = Start(device, model, weights, options.blas_threads, advanced, stop, preparation)
     bound = await _stoppable(threads, stop, lambda: BINDERS[capabilities.kind](starting))
     undo.closers.append(bound.close)
     if isinstance(tracer, RecordingTracer):

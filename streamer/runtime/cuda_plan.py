@@ -1,0 +1,52 @@
+"""What a CUDA executor will need, before there is a device: a dry run of the model. Pure."""
+
+from streamer.gguf.directory import Directory
+from streamer.gguf.quants import QuantType
+from streamer.kernels.cuda_build import Survey, survey
+from streamer.kernels.cuda_limits import Limits
+from streamer.kernels.cuda_matmul import MatmulOptions, ResidentWeight
+from streamer.kernels.ops import Weight
+from streamer.models.registry import Architecture
+from streamer.plan.layouts import cuda_layout
+from streamer.plan.plan import Layout
+
+MATMUL = MatmulOptions()
+MULTIPROCESSORS = 132  # of the largest device planned for: more need more scratch
+
+
+def cuda_workspace(
+    directory: Directory, architecture: Architecture, max_rows: int, max_sequences: int
+) -> int:
+    """Device bytes of executor and scratch, found by a dry run with the longest page tables there can be."""
+    pages = -(-architecture.n_ctx_train // architecture.cache_layout().page_size)
+    limits = Limits(max_rows, max_sequences, pages)
+    return survey_model(
+        architecture, limits, "bf16", n_slots=max_sequences, multiprocessors=MULTIPROCESSORS
+    ).nbytes
+
+
+def survey_model(
+    architecture: Architecture, limits: Limits, kv_type: str, *, n_slots: int, multiprocessors: int
+) -> Survey:
+    specs = {spec.name: spec for spec in architecture.specs()}
+    infos = {name: architecture.directory.tensors[name] for name in specs}
+    weights = {
+        name: Weight(name, info.type, info.shape, ResidentWeight(0, cuda_layout(info.type, specs[name].role)))
+        for name, info in infos.items()
+    }
+    return survey(
+        architecture.bind(weights),
+        architecture.cache_layout(),
+        sorted({_product_type(w) for w in weights.values() if len(w.shape) > 1}),
+        limits,
+        multiprocessors,
+        n_embd=architecture.n_embd,
+        n_slots=n_slots,
+        kv_type=kv_type,
+        options=MATMUL,
+    )
+
+
+def _product_type(weight: Weight) -> QuantType:
+    """The type the kernels meet once the layout is applied."""
+    return QuantType.BF16 if weight.handle.layout is Layout.BF16 else weight.type
