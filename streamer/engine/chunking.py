@@ -8,7 +8,7 @@ from streamer.engine.sequence import Sequence
 def divide_rows(
     begun: AbstractSequence[Sequence], rows: int, logit_rows: int, page_size: int
 ) -> list[tuple[Sequence, int]]:
-    """(sequence, rows) of a step's chunks: half the rows to the best rank, the rest to the shortest remainders.
+    """(sequence, rows) of a step's chunks: half the rows to the best rank, then the shortest remainders.
 
     What the others leave goes to the best rank again. `logit_rows`: how many rows may have logits.
     """

@@ -169,6 +169,7 @@ class Engine:
                 with self._turn:
                     self._busy_since_s = self._busy_since_s or self._clock()
                     self._take_inbox()
+                    self._send()  # ends that were asked for do not wait for the step
                     more = self._steps.turn()
                     self._send()
                 if not more and not self._inbox:

@@ -2,8 +2,8 @@
 
 Model: a step takes `base` (decode rows alone: it reads the weights once, whatever the batch) plus `row_cost`
 for each prefill row. While streams decode, a step may last `slack` x base; with many short prompts waiting it
-may last longer, because then first tokens are what people wait for. A step of prefill alone costs a `base` of its own, so that where
-steps alternate a stream's token can come (1 + slack) x base after the last one.
+may last longer, because then first tokens are what people wait for. A step of prefill alone costs a `base` of
+its own, so that where steps alternate a stream's token can come (1 + slack) x base after the last one.
 """
 
 SHORT_PROMPT = 512  # rows: prompts of at most this length count one each, all longer ones together as one

@@ -42,7 +42,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. `n` > 1 becomes several requests with equal `prompt_ids`: they share pages."""
+    """One sequence to generate. `n` > 1 becomes several requests with equal `prompt_ids`, sharing pages."""
 
     id: str
     prompt_ids: Sequence[int]

@@ -93,6 +93,7 @@ class FakeExecutor:
     fail_in_call: bool = False  # raise from `step` itself instead
     poison: Callable[[int, int], bool] = lambda slot, position: False  # rows that come back not finite
     gate: threading.Event | None = None
+    stepped: threading.Event = field(default_factory=threading.Event)  # a step was launched
     batches: list[Batch] = field(default_factory=list)
     samplings: list[SamplingBatch] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -116,6 +117,7 @@ class FakeExecutor:
 
     def step(self, batch: Batch, sampling: SamplingBatch) -> FakePending:
         self.batches.append(batch)
+        self.stepped.set()
         self.samplings.append(sampling)
         outcome: StepResult | Exception
         if self.fail_at == len(self.batches) - 1:

@@ -14,6 +14,24 @@ from streamer.engine.steps import EngineOptions
 from streamer.errors import DeviceError
 
 
+class Permits:
+    """A gate that lets a counted number of steps through."""
+
+    def __init__(self):
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+
+    def allow(self, n):
+        self._permits.release(n)
+
+    def wait(self, timeout):
+        return self._is_open or self._permits.acquire(timeout=timeout)
+
+    def set(self):
+        self._is_open = True
+        self.allow(1)
+
+
 class Bench:
     """An engine over the fake executor, for use inside one asyncio.run."""
 
@@ -54,9 +72,9 @@ def ids_in(events):
     return [event.token_id for event in events if isinstance(event, TokenEvent)]
 
 
-async def wait_for(condition):
-    """Until the other thread has got there; the test's own timeout is the bound."""
-    while not condition():
+async def until_idle(engine):
+    """Nothing tells that the thread went to sleep but its statistics; the test's own timeout is the bound."""
+    while engine.statistics().last_step_age_s or engine.statistics().running:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -121,21 +139,21 @@ def test_an_engine_that_was_not_started_or_is_stopped_takes_nothing(bench, reque
 def test_finishing_takes_effect_within_one_step_and_only_the_end_still_comes(bench, request_of, reason):
     async def main():
         with bench() as b:
+            b.executor.gate = Permits()
             handle = b.engine.submit_nowait(request_of("a", 4, 100))
             other = b.engine.submit_nowait(request_of("b", 4, 30))
-            events = handle.events()
-            async for event in events:
+            b.executor.gate.allow(3)
+            async for event in handle.events():
                 if isinstance(event, TokenEvent):
                     break
-            b.executor.gate = threading.Event()
             handle.finish(reason)
             handle.finish(FinishReason.CANCELLED)
-            n_steps = len(b.executor.batches)
-            b.executor.gate.set()
+            b.executor.gate.allow(1)
             rest = await collect(handle)
             assert [type(e) for e in rest] == [FinishEvent]
             assert rest[0].reason is reason
-            assert len(b.executor.batches) - n_steps <= 30
+            assert rest[0].n_generated <= 4
+            b.executor.gate.set()
             assert len(ids_in(await collect(other))) == 30
             b.engine.check_integrity()
 
@@ -143,8 +161,11 @@ def test_finishing_takes_effect_within_one_step_and_only_the_end_still_comes(ben
 
 
 def test_a_cancelled_consumer_that_finishes_in_its_finally_frees_the_sequence(bench, request_of):
+    handles = []
+
     async def consumer(b, started):
         handle = b.engine.submit_nowait(request_of("a", 4, 10_000))
+        handles.append(handle)
         try:
             async for _ in handle.events():
                 started.set()
@@ -158,7 +179,7 @@ def test_a_cancelled_consumer_that_finishes_in_its_finally_frees_the_sequence(be
             await started.wait()
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await wait_for(lambda: b.engine.statistics().running + b.engine.statistics().waiting == 0)
+            assert (await handles[0].ended).reason is FinishReason.CANCELLED
             b.engine.check_integrity()
 
     asyncio.run(main())
@@ -254,10 +275,10 @@ def test_a_fault_of_our_own_is_no_different(bench, request_of):
 def test_stopping_ends_what_runs(bench, request_of):
     async def main():
         with bench(n_pages=3000) as b:
-            reading = asyncio.create_task(collect(b.engine.submit_nowait(request_of("a", 4, 4000))))
-            await wait_for(lambda: b.engine.statistics().generated_tokens > 3)
+            handle = b.engine.submit_nowait(request_of("a", 4, 4000))
+            await anext(handle.events())
             assert b.engine.stop()
-            assert (await reading)[-1].reason is FinishReason.CANCELLED
+            assert (await collect(handle))[-1].reason is FinishReason.CANCELLED
             b.engine.check_integrity()
 
     asyncio.run(main())
@@ -268,7 +289,7 @@ def test_a_stop_does_not_wait_for_a_device_that_hangs(bench, request_of):
         with bench() as b:
             b.executor.gate = threading.Event()
             b.engine.submit_nowait(request_of("a", 4, 10))
-            await wait_for(lambda: b.executor.batches)
+            await asyncio.to_thread(b.executor.stepped.wait)
             assert not b.engine.stop(timeout_s=0)
 
     asyncio.run(main())
@@ -288,12 +309,13 @@ def test_a_hanging_step_grows_old_and_an_idle_engine_does_not(fake_executor, req
         engine.start()
         executor.gate = threading.Event()
         handle = engine.submit_nowait(request_of("a", 4, 3))
-        await wait_for(lambda: executor.batches)
+        await asyncio.to_thread(executor.stepped.wait)
         now[0] += 7.0
         assert engine.statistics().last_step_age_s == pytest.approx(7.0)
         executor.gate.set()
         await collect(handle)
-        await wait_for(lambda: engine.statistics().last_step_age_s == 0.0)
+        now[0] += 1.0
+        await until_idle(engine)
         now[0] += 1000.0
         assert engine.statistics().last_step_age_s == 0.0
         assert engine.stop()
@@ -318,14 +340,15 @@ def test_statistics_show_what_waits_and_runs(bench, request_of):
     async def main():
         with bench(max_sequences=2) as b:
             b.executor.gate = threading.Event()
-            for i in range(5):
-                b.engine.submit_nowait(request_of(f"r{i}", 4, 3))
-            await wait_for(lambda: b.engine.statistics().running == 2)
+            handles = [b.engine.submit_nowait(request_of(f"r{i}", 4, 3)) for i in range(5)]
+            await asyncio.to_thread(b.executor.stepped.wait)
             statistics = b.engine.statistics()
-            assert statistics.waiting == 3
+            assert 1 <= statistics.running <= 2
+            assert statistics.running + statistics.waiting == 5
             assert sum(statistics.pages.values()) == 64
             b.executor.gate.set()
-            await wait_for(lambda: b.engine.statistics().waiting == b.engine.statistics().running == 0)
+            await asyncio.gather(*(handle.ended for handle in handles))
+            b.engine.check_integrity()  # waits for the turn that sent the last event
             done = b.engine.statistics()
             assert (done.prompt_tokens, done.generated_tokens) == (20, 15)
             assert done.steps == len(b.executor.batches)
@@ -340,7 +363,7 @@ def test_consumers_whose_loop_is_gone_leave_nothing_behind(bench, request_of):
 
     async def look(b, request):
         events = await collect(b.engine.submit_nowait(request))
-        await wait_for(lambda: b.engine.statistics().running == 0)
+        await until_idle(b.engine)
         b.engine.check_integrity()
         return events
 

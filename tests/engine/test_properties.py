@@ -1,5 +1,5 @@
-"""Whatever comes in whatever order: nothing leaks, nothing starves, every request ends once, and every answer is
-the one the request would get alone."""
+"""Whatever comes in whatever order: nothing leaks, nothing starves, every request ends once, and every answer
+is the one the request would get alone."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,4 @@
-"""Who runs when: admission, priorities, preemption, sharing, fairness. In steps and rows, never in real time."""
+"""Who runs when: admission, priorities, preemption, sharing, fairness. In steps and rows only."""
 
 import dataclasses
 
