@@ -133,6 +133,7 @@ def build_tokenizer(metadata: Mapping[str, object], *, path: str | None = None) 
 
 def encoder_spec(vocabulary: Vocabulary) -> EncoderSpec:
     scores = vocabulary.scores
+    unk = vocabulary.special_ids.get("unk", -1)  # what no token spells; it must not end an answer
     return EncoderSpec(
         kind=vocabulary.kind,
         pre=vocabulary.pre,
@@ -141,7 +142,7 @@ def encoder_spec(vocabulary: Vocabulary) -> EncoderSpec:
         scores=b"" if scores is None else scores.astype(np.float32).tobytes(),
         merges=list(vocabulary.merges),
         add_space_prefix=vocabulary.add_space_prefix,
-        unk_id=vocabulary.special_ids.get("unk", -1),
+        unk_id=-1 if unk in vocabulary.end_ids else unk,
     )
 
 

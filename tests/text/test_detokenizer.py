@@ -1,5 +1,7 @@
 """Streams out whole characters, invents nothing, leaks no stop string."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +80,7 @@ def test_stop_matcher_equals_the_naive_search_over_any_pieces(
     matcher = StopMatcher(stops)
     bounds = sorted({0, len(text), *(c for c in cuts if c <= len(text))})
     emitted = ""
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         piece, stopped = matcher.push(text[start:end])
         emitted += piece
         assert not any(s in emitted for s in stops if s)

@@ -24,10 +24,13 @@ def test_text_that_can_begin_no_name_needs_no_marks() -> None:
     assert choose_marks(NameFinder(NAMES), {"<": 1}) is not None
 
 
-@given(
-    st.recursive(st.text() | st.sampled_from(NAMES), lambda v: st.lists(v) | st.dictionaries(st.text(), v))
+VALUES = st.recursive(
+    st.text() | st.sampled_from(NAMES), lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=8
 )
-@settings(max_examples=200, deadline=None)
+
+
+@given(VALUES)
+@settings(max_examples=100, deadline=None)
 def test_marks_break_every_name_and_can_be_undone(value: object) -> None:
     finder = NameFinder(NAMES)
     marks = choose_marks(finder, [value, "<"])

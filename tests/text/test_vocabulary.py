@@ -1,11 +1,14 @@
 """Broken tokenizer metadata is refused by key; what is odd but clear loads."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from streamer.errors import GGUFError
 from streamer.text.tokenizer import build_tokenizer
@@ -153,3 +156,67 @@ def test_end_of_turn_of_the_wrong_type_is_treated_as_control(make_bpe: Make) -> 
     vocabulary = read_vocabulary(make_bpe(token_type=types))
     assert 266 in vocabulary.control_ids
     assert 266 in vocabulary.end_ids
+
+
+TOKENS = st.one_of(
+    st.text(max_size=6),
+    st.sampled_from(
+        ["<0x41>", "<|im_end|>", "▁a", "▁", "a", "b", "ab", "Ġ", "\n", " ", "a b c", "</s>", "\0"]
+    ),
+)
+
+
+@given(
+    tokens=st.lists(TOKENS, min_size=1, max_size=12),
+    kinds=st.lists(st.integers(0, 6), min_size=12, max_size=12),
+    merges=st.lists(st.tuples(TOKENS, TOKENS).map(" ".join) | TOKENS, max_size=6),
+    model=st.sampled_from(["gpt2", "llama"]),
+    pre=st.sampled_from(["gpt-2", "llama-bpe", "default", "qwen2"]),
+    ids=st.lists(st.integers(-2, 13), min_size=3, max_size=3),
+    scores=st.lists(st.floats(width=32), min_size=12, max_size=12),
+    flags=st.lists(st.booleans(), min_size=3, max_size=3),
+    text=st.text(max_size=20) | st.sampled_from(["a b ab▁<|im_end|>", "\n\n a", "abc</s>"]),
+)
+@settings(max_examples=250, deadline=None)
+def test_any_vocabulary_is_refused_or_works(
+    tokens: list[str], kinds: list[int], merges: list[str], model: str, pre: str, ids: list[int],
+    scores: list[float], flags: list[bool], text: str,
+) -> None:  # fmt: skip
+    n = len(tokens)
+    values = {
+        "model": model,
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": np.array(kinds[:n], np.int32),
+        "merges": merges,
+        "scores": np.array(scores[:n], np.float32),
+        **dict(zip(("bos_token_id", "eos_token_id", "unknown_token_id"), ids, strict=True)),
+        **dict(zip(("add_bos_token", "add_eos_token", "add_space_prefix"), flags, strict=True)),
+    }
+    try:
+        tokenizer = build_tokenizer({f"tokenizer.ggml.{k}": v for k, v in values.items()})
+    except GGUFError:
+        return
+    encoded = tokenizer.encode(text, add_special=False)
+    controls = {i for i in encoded if tokenizer.is_control(i)}
+    assert controls <= {tokenizer.unk_id}  # unknown characters only
+    tokenizer.decode(encoded)
+    tokenizer.encode(text, parse_special=True)
+
+
+KEYS = ["model", "pre", "tokens", "token_type", "merges", "scores", "bos_token_id", "add_bos_token"]
+
+
+@given(
+    key=st.sampled_from(KEYS),
+    value=st.none() | st.integers() | st.floats() | st.text() | st.booleans() | st.binary()
+    | st.lists(st.integers() | st.text(), max_size=3),
+    spm=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_any_value_of_any_key_is_refused_or_works(
+    make_bpe: Make, make_spm: Make, key: str, value: Any, spm: bool
+) -> None:
+    metadata = (make_spm if spm else make_bpe)(**{key: value})
+    with contextlib.suppress(GGUFError):
+        build_tokenizer(metadata).encode("hello")
