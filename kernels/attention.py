@@ -26,6 +26,8 @@ def attention_reference(
     n_rows, n_heads, _ = q.shape
     n_keys = keys.shape[1]
     if n_rows == 1:
+        if sliding_window is not None:
+            keys, values = keys[:, -sliding_window:], values[:, -sliding_window:]
         return _attend(q, keys, values, scale, None, softcap)
     first_row = first_key + n_keys - n_rows  # position of row 0
     block = max(16, BLOCK_SCORES // (n_heads * n_keys))

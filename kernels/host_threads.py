@@ -1,8 +1,8 @@
 """Threads for the host's large products: our own, because BLAS's lose on a busy machine.
 
-BLAS's threads wait for each other by spinning, 120 times a token: beside two other processes on two cores decode
-fell from 37 to 2 tokens/s. So BLAS keeps to one thread, and products of over a millisecond are cut into pieces
-that whoever is free takes: a helper that gets no core takes none, and nobody waits for it.
+BLAS's threads wait for each other by spinning, 120 times a token: beside two other processes on two cores
+decode fell from 37 to 2 tokens/s. So BLAS keeps to one thread, and products of over a millisecond are cut
+into pieces that whoever is free takes: a helper that gets no core takes none, and nobody waits for it.
 """
 
 import itertools

@@ -1,5 +1,6 @@
 """Whole models from a file without the pipeline: tensors' bytes are read and prepared one by one."""
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pytest
 
 from streamer.cache.storage import PagedCache, allocate_cache
 from streamer.device.host import HostDevice
+from streamer.gguf.quants import dequantize
 from streamer.gguf.reader import read_directory
 from streamer.kernels.host_executor import HostExecutor
 from streamer.kernels.host_weights import HostWeights
@@ -52,10 +54,20 @@ class Rows:
 class Runner:
     """A model on the host device with a small cache; `pages[slot]` are that sequence's pages."""
 
-    def __init__(self, path: Path, *, n_ctx: int = 128, n_slots: int = 4, scatter: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_ctx: int = 128,
+        n_slots: int = 4,
+        scatter: bool = False,
+        change: Callable[[Any], Any] = lambda model: model,
+        poison: int | None = None,
+    ) -> None:
         directory = read_directory(str(path))
         self.architecture: Architecture = describe(directory)
-        self.device = HostDevice()
+        self.device = HostDevice(poison=poison)
+        self.directory = directory
         infos = [directory.tensors[spec.name] for spec in self.architecture.specs()]
         self.weights = HostWeights(self.device, infos)
         for info in infos:
@@ -68,7 +80,7 @@ class Runner:
         if scatter:
             order = np.random.default_rng(5).permutation(order)
         self.pages = order.reshape(n_slots, per)
-        model = self.architecture.bind(self.weights.weights)
+        model = change(self.architecture.bind(self.weights.weights))
         self.executor = HostExecutor(_Recorder(model), self.cache, n_valid=self.architecture.n_valid_ids)
 
     def step(self, *parts: Rows, sampling: SamplingBatch | None = None) -> tuple[np.ndarray, StepResult]:
@@ -91,6 +103,21 @@ class Runner:
         )
         result = self.executor.step(batch, sampling or sampling_of(len(wanted), slots=slots)).result()
         return self.executor._model.last, result  # type: ignore[attr-defined]
+
+    def hidden(self, ids: Sequence[int]) -> np.ndarray:
+        """(n, n_embd) normed hidden states of a whole prompt."""
+        n = len(ids)
+        everything = np.arange(n, dtype=np.int32)
+        span = Span(0, 0, n, 0, self.pages[0])
+        batch = Batch(np.array(ids, np.int32), everything, (span,), everything, want_hidden=True)
+        hidden = self.executor.step(batch, sampling_of(n)).result().hidden
+        assert hidden is not None
+        return hidden
+
+    def file_values(self, name: str) -> np.ndarray:
+        info = self.directory.tensors[name]
+        file = np.memmap(self.directory.shards[info.shard].path, np.uint8, "r")
+        return dequantize(info.type, file[info.offset : info.offset + info.nbytes], info.shape)
 
     def logits(self, ids: Sequence[int], *, slot: int = 0, chunk: int | None = None) -> np.ndarray:
         """(n, n_vocab) logits of a whole prompt from a fresh state, in chunks."""
@@ -151,3 +178,46 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     x = logits.astype(np.float64)
     x = x - x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def _load_helper(name: str) -> Any:
+    """A module beside this file (tests are no package)."""
+    spec = importlib.util.spec_from_file_location(f"models_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+_SMALL, _REFERENCE = _load_helper("small_models"), _load_helper("reference_model")
+
+
+@pytest.fixture
+def small_model() -> Any:
+    """`small_model(architecture, seed=0, key__with__dots=value)`: a SmallModel; a key of None is left out."""
+    return _SMALL.SmallModel
+
+
+@pytest.fixture
+def reference_of() -> Callable[[Any], Any]:
+    """The float64 reference of a SmallModel."""
+    return lambda model: _REFERENCE.ReferenceModel(model.architecture, model.metadata, model.float64)
+
+
+@pytest.fixture
+def same(
+    tmp_path: Path, open_model: Callable[..., Runner], reference_of: Callable[[Any], Any]
+) -> Callable[..., np.ndarray]:
+    """`same(small_model, ids, chunk=None)`: the host's logits equal the reference's; returns them.
+
+    Tolerance 2e-5 of the logits' spread: float32 sums of some hundred terms against float64.
+    """
+
+    def check(model: Any, ids: Sequence[int], *, chunk: int | None = None) -> np.ndarray:
+        runner = open_model(model.write(tmp_path / f"{model.architecture}-{id(model)}.gguf"))
+        got, want = runner.logits(ids, chunk=chunk), reference_of(model).logits(ids)
+        assert np.abs(got - want).max() <= 2e-5 * max(1.0, want.std())
+        return got
+
+    return check
