@@ -2,9 +2,9 @@
 
 The values of five tiny models were computed with inverse frequencies rounded to bfloat16 (casting a module to
 it and back rounds that table too: an angle of up to 0.13 at position 70). With exact frequencies
-log-probabilities differ by up to 0.2 from theirs, with the same rounding by 2e-5. So those files are compared
-with rounded frequencies here. Exact ones are held by the two real files, whose golden values have them (8e-5),
-and by the float64 reference (test_reference.py).
+log-probabilities differ by up to 0.2 from theirs, with the same rounding by 2e-5. So those files are
+compared with rounded frequencies here. Exact ones are held by the two real files, whose golden values have
+them (8e-5), and by the float64 reference (test_reference.py).
 """
 
 import json

@@ -1,0 +1,207 @@
+"""What a file says, taken, defaulted with a note, or refused by key or tensor."""
+
+import re
+
+import numpy as np
+import pytest
+
+from streamer.errors import GGUFError
+from streamer.gguf.reader import read_directory
+from streamer.kernels.host_weights import prepared_nbytes
+from streamer.models.registry import ARCHITECTURES, describe
+
+
+@pytest.fixture
+def described(tmp_path):
+    return lambda model: describe(read_directory(str(model.write(tmp_path / "m.gguf"))))
+
+
+@pytest.fixture
+def refused(described):
+    def check(model, subject, reason):
+        with pytest.raises(GGUFError) as caught:
+            described(model)
+        assert caught.value.subject == subject
+        assert re.search(reason, str(caught.value)), str(caught.value)
+
+    return check
+
+
+def test_unknown_architecture_is_refused_with_the_known_ones(small_model, refused):
+    model = small_model("llama")
+    model.architecture = "mamba"
+    refused(model, "general.architecture", "'mamba' is not supported.*" + ", ".join(sorted(ARCHITECTURES)))
+
+
+def test_missing_rope_base_is_the_documented_default_and_noted(small_model, described):
+    """Case 18."""
+    architecture = described(small_model("llama", rope__freq_base=None))
+    assert architecture.hparams.rope_base == 10000.0
+    assert architecture.notes == ("key=llama.rope.freq_base missing=true default=10000.0",)
+
+
+def test_nothing_is_noted_where_nothing_was_defaulted(small_model, described):
+    for name in ARCHITECTURES:
+        assert described(small_model(name)).notes == ()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic", "LINEAR"])
+def test_unknown_rope_scaling_is_refused(kind, small_model, refused):
+    """Case 19."""
+    refused(small_model("llama", rope__scaling__type=kind), "llama.rope.scaling.type", "not known")
+
+
+def test_rope_scaling_none_with_a_factor_is_none(small_model, described):
+    hparams = described(small_model("llama", rope__scaling__type="none", rope__scaling__factor=4.0)).hparams
+    assert hparams.rope_scaling.factor == 1.0
+
+
+def test_yarn_is_read(small_model, described):
+    model = small_model(
+        "qwen2",
+        rope__scaling__type="yarn",
+        rope__scaling__factor=4.0,
+        rope__scaling__original_context_length=64,
+    )
+    scaling = described(model).hparams.rope_scaling
+    assert scaling.yarn is not None
+    assert (scaling.yarn.factor, scaling.yarn.original_context) == (4.0, 64)
+    assert np.isclose(scaling.attention_factor, 1 + 0.1 * np.log(4))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("block_count", None, "missing"),
+        ("block_count", 0, "must be 1 to"),
+        ("block_count", 4097, "must be 1 to"),
+        ("block_count", "three", "must be an integer, not text"),
+        ("block_count", True, "must be an integer, not a boolean"),
+        ("context_length", None, "missing"),
+        ("embedding_length", [64], "must be an integer, not an array"),
+        ("attention.head_count", 0, "must be 1 to"),
+        ("attention.head_count", 6, "does not divide 64 channels"),
+        ("attention.head_count_kv", 3, "does not divide 4 heads"),
+        ("attention.head_count_kv", [2, 2], "2 entries for 3 layers"),
+        ("attention.head_count_kv", [2, 0, 2], "is 0; must be 1"),
+        ("attention.layer_norm_rms_epsilon", None, "missing"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "finite"),
+        ("attention.layer_norm_rms_epsilon", "small", "must be a number"),
+        ("attention.causal", False, "only causal"),
+        ("rope.freq_base", 0.0, "above zero"),
+        ("rope.freq_base", float("inf"), "finite"),
+        ("rope.dimension_count", 7, "by pairs"),
+        ("rope.dimension_count", 32, "must be 2 to 16"),
+        ("nextn_predict_layers", 3, "is 3 of 3 blocks"),
+        ("feed_forward_length", None, "missing"),
+    ],
+)
+def test_impossible_hyperparameter_is_refused_by_key(key, value, reason, small_model, refused):
+    model = small_model("llama")
+    model.metadata[key] = value
+    if value is None:
+        del model.metadata[key]
+    refused(model, f"llama.{key}", reason)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("ssm.group_count", 3, "no multiple of 3 key heads"),
+        ("ssm.inner_size", 97, "no multiple of 4 value heads"),
+        ("ssm.conv_kernel", 1, "must be 2 to 64"),
+        ("attention.recurrent_layers", [True], "1 entries for 3 layers"),
+        ("attention.recurrent_layers", "all", "must be an array of booleans"),
+    ],
+)
+def test_impossible_delta_net_is_refused_by_key(key, value, reason, small_model, refused):
+    model = small_model("qwen35")
+    model.metadata[key] = value
+    subject = "ssm.time_step_rank" if key == "ssm.group_count" else key
+    refused(model, f"qwen35.{subject}", reason)
+
+
+def test_more_experts_used_than_there_are_is_refused(small_model, refused):
+    model = small_model("qwen3moe")
+    model.metadata["expert_used_count"] = 9
+    refused(model, "qwen3moe.expert_used_count", "is 9; must be 1 to 8")
+
+
+@pytest.mark.parametrize("name", ["output_norm.weight", "blk.1.attn_q.weight", "blk.2.ffn_down.weight"])
+def test_missing_tensor_is_refused_by_name(name, small_model, refused):
+    model = small_model("llama")
+    del model.tensors[name]
+    refused(model, name, "missing")
+
+
+def test_tensor_of_another_shape_is_refused_by_name(small_model, refused):
+    model = small_model("llama")
+    model.matrix("blk.1.ffn_up.weight", 81, 64)
+    refused(model, "blk.1.ffn_up.weight", r"has shape \[64, 81\] instead of \[64, 80\]")
+
+
+def test_more_tokens_than_embedding_rows_is_refused(small_model, refused):
+    model = small_model("llama")
+    model.tokens = 97
+    refused(model, "tokenizer.ggml.tokens", "97 tokens for 96 embedding rows")
+
+
+def test_rows_beyond_the_tokens_are_padding(small_model, described):
+    """Case 23."""
+    model = small_model("llama")
+    model.tokens = 60
+    architecture = described(model)
+    assert (architecture.n_vocab, architecture.n_valid_ids) == (96, 60)
+
+
+def test_without_a_tokenizer_every_row_is_valid(small_model, described):
+    model = small_model("llama")
+    model.tokens = 0
+    assert described(model).n_valid_ids == 96
+
+
+def test_tied_output_is_counted_once(small_model, described):
+    """Case 22."""
+    model = small_model("llama")
+    del model.tensors["output.weight"]
+    names = [spec.name for spec in described(model).specs()]
+    assert names.count("token_embd.weight") == 1
+    assert len(names) == len(set(names)) == len(model.tensors)
+
+
+def test_specs_come_in_execution_order_with_projections_side_by_side(small_model, described):
+    names = [spec.name for spec in described(small_model("qwen2")).specs()]
+    assert names[0] == "token_embd.weight"
+    assert names[-2:] == ["output_norm.weight", "output.weight"]
+    start = names.index("blk.1.attn_norm.weight")
+    parts = ["attn_norm.weight", *(f"attn_{p}.weight" for p in "qkv"), *(f"attn_{p}.bias" for p in "qkv")]
+    assert names[start : start + 7] == [f"blk.1.{part}" for part in parts]
+    layers = [spec.layer for spec in described(small_model("qwen2")).specs() if spec.layer is not None]
+    assert layers == sorted(layers)
+
+
+def test_unused_tensor_outside_layers_is_left_out_and_noted(small_model, described):
+    model = small_model("llama")
+    model.vector("extra.weight", 8)
+    architecture = described(model)
+    assert architecture.skipped == ("extra.weight",)
+    assert architecture.notes == ("tensor=extra.weight left_out=true reason=unused",)
+
+
+def test_unknown_tensor_of_a_layer_is_refused(small_model, refused):
+    model = small_model("llama")
+    model.vector("blk.0.attn_sinks.weight", 4)
+    refused(model, "blk.0.attn_sinks.weight", "not known in architecture llama")
+
+
+def test_prepared_bytes_are_a_function_of_the_tensors(small_model, tmp_path, open_model):
+    for tied in (False, True):
+        model = small_model("qwen35moe")
+        if tied:
+            del model.tensors["output.weight"]
+        runner = open_model(model.write(tmp_path / f"{tied}.gguf"))
+        infos = [runner.directory.tensors[spec.name] for spec in runner.architecture.specs()]
+        assert runner.weights.nbytes == prepared_nbytes(infos)
+        raw = 0 if tied else 96 * 64
+        elements = sum(info.n_elements for info in infos) - raw
+        assert elements * 4 <= runner.weights.nbytes <= elements * 4 * 1.6  # blocks of 32 rows are padded
