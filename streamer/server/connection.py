@@ -20,6 +20,8 @@ from streamer.server.sockets import is_allowed, peer_of
 
 logger = logging.getLogger("ggufd")
 
+LINGER_S = 0.5  # how long a connection that was turned away may take to read why
+
 
 @dataclass
 class ConnectionRules:
@@ -48,6 +50,7 @@ class Connection(web.RequestHandler):
         self._rules = rules
         self._header_timer: asyncio.TimerHandle | None = None
         self._turned_away = False
+        self._last_payload: Any = None  # body of the newest request
         self.is_unix = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -73,10 +76,20 @@ class Connection(web.RequestHandler):
         return None
 
     def _turn_away(self, answer: bytes) -> None:
+        """Say it, then listen no more.
+
+        Closing at once would lose the answer behind the client's unread bytes.
+        """
         self._turned_away = True
-        if self.transport is not None:
-            self.transport.write(answer)
-        self.force_close()
+        if self.transport is None:
+            return
+        self.transport.write(answer)
+        crowd = len(cast(GuardedServer, self._manager).connections) > 2 * self._rules.max_connections
+        if crowd or not self.transport.can_write_eof():
+            self.force_close()
+            return
+        self.transport.write_eof()
+        self._loop.call_later(LINGER_S, self.force_close)
 
     # ---- a deadline for headers ----------------------------------------------------------------------------
 
@@ -86,6 +99,7 @@ class Connection(web.RequestHandler):
         before = self._request_count
         super().data_received(data)
         if self._request_count > before:
+            self._last_payload = self._messages[-1][1]
             self._stop_header_timer()
         elif not self._request_in_progress and not self._messages and self._header_timer is None:
             deadline = self._rules.header_timeout_s
@@ -108,13 +122,21 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True keeps the connection.
+        """True keeps the connection until its requests are answered.
 
-        On a Unix socket a half-close can be told from a close, and still wants its answer.
+        On a Unix socket a client that only closed its sending side can be told from one that is gone; on TCP
+        it cannot, and counts as gone.
         """
-        if not self.is_unix or self.transport is None or not self._request_in_progress:
+        is_answering = self._last_payload is not None and (self._waiter is None or self._waiter.done())
+        if self._turned_away or not (self.is_unix and is_answering) or self.transport is None:
             return False
-        return not has_hung_up(self.transport.get_extra_info("socket").fileno())
+        if not self._last_payload.is_eof():  # the rest of its body will never come
+            return False
+        if has_hung_up(self.transport.get_extra_info("socket").fileno()):
+            return False
+        self.keep_alive(True)  # takes back the timer of an idle connection ...
+        self._keepalive_timeout = 0.001  # ... so that this one ends as soon as it is idle
+        return True
 
     # ---- errors of the parser ------------------------------------------------------------------------------
 
@@ -130,7 +152,7 @@ class Connection(web.RequestHandler):
         Closes the connection.
         """
         if status >= 500:
-            log_event(logger, logging.ERROR, "unhandled", error=repr(exc))
+            logger.error("unhandled", exc_info=exc)
         text = "the request is not valid HTTP" if status == 400 else "internal error"
         response = web.Response(
             status=status, body=encode(error_object(status, text)), content_type="application/json"

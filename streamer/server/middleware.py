@@ -23,6 +23,7 @@ from streamer.server.state import ServerState
 logger = logging.getLogger("ggufd")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 STATE = web.AppKey("state", ServerState)
+ID = web.RequestKey("id", str)
 PROBES = frozenset({"/livez", "/readyz", "/health", "/v1/health", "/metrics", "/residency"})
 OPEN_WITHOUT_KEY = frozenset({"/livez", "/readyz", "/health", "/v1/health"})
 
@@ -33,7 +34,7 @@ async def around(request: web.Request, handler: Handler) -> web.StreamResponse:
     request_id = _request_id(request)
     token = REQUEST_ID.set(request_id)
     started = time.monotonic()
-    request["id"] = request_id
+    request[ID] = request_id
     status = 499  # the client left before an answer
     try:
         response = await _answered(state, request, handler)
@@ -100,8 +101,8 @@ def error_response(request: web.Request, error: ClientError) -> web.Response:
 
 async def set_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """on_response_prepare: every answer names its request, and not what it was made with."""
-    if "id" in request:
-        response.headers["X-Request-Id"] = request["id"]
+    if ID in request:
+        response.headers["X-Request-Id"] = request[ID]
     response.headers["Server"] = "ggufd"
 
 
