@@ -11,11 +11,6 @@
 
 #include "linear.cuh"
 
-// Whether a lane's next chunk is on its way while it computes: benchmarks/kernels.py tries both.
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
-
 struct GemvParams {
     Matrix matrices[MAX_MATRICES];
     Quantized x;           // of the whole batch
@@ -133,8 +128,9 @@ __device__ __forceinline__ void quantize_next(const GemvParams &p, const Matrix 
     }
 }
 
-// BLOCKS of 256 must fit a multiprocessor: more of them hide more latency, until registers spill.
-template <class T, int M, int R, int BYTES, bool GATED, int BLOCKS>
+// BLOCKS of 256 must fit a multiprocessor: more of them hide more latency, until registers spill. AHEAD: a lane's next
+// chunk is on its way while it computes.
+template <class T, int M, int R, int BYTES, bool GATED, int BLOCKS, bool AHEAD>
 __global__ void __launch_bounds__(256, BLOCKS) gemv(const __grid_constant__ GemvParams p) {
     __shared__ float partial[32][R * M + 1];  // of each sub-group of up to 32 lanes (8 lanes: 32 of them)
     __shared__ float inverse[M];
@@ -163,15 +159,16 @@ __global__ void __launch_bounds__(256, BLOCKS) gemv(const __grid_constant__ Gemv
     pdl_wait();
     if (p.squares) inverse_norms<M>(p, token, inverse);
     for (int c = lane; c < chunks_a_row; c += threads) {
-#if PREFETCH
-        Chunks<T, R, GATED> next;
-        if (c + threads < chunks_a_row) next.load(p, planes, first, c + threads);
-        accumulate<T, M, R, BYTES, GATED>(p, now, first, c, token, acc);
-        now = next;
-#else
-        accumulate<T, M, R, BYTES, GATED>(p, now, first, c, token, acc);
-        if (c + threads < chunks_a_row) now.load(p, planes, first, c + threads);
-#endif
+        const bool more = c + threads < chunks_a_row;
+        if constexpr (AHEAD) {
+            Chunks<T, R, GATED> next;
+            if (more) next.load(p, planes, first, c + threads);
+            accumulate<T, M, R, BYTES, GATED>(p, now, first, c, token, acc);
+            now = next;
+        } else {
+            accumulate<T, M, R, BYTES, GATED>(p, now, first, c, token, acc);
+            if (more) now.load(p, planes, first, c + threads);
+        }
     }
 
     const int width = min(threads, 32);

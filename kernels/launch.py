@@ -1,7 +1,7 @@
-"""Kernels loaded from compiled modules, and launching them at little cost: one driver call over storage made once.
+"""Kernels loaded from compiled modules, and launched at little cost: one driver call over storage made once.
 
-`cuLaunchKernelEx` is called through ctypes: the bindings' own wrapper packs arguments anew at every call (about
-8 us), this costs one to two. A launch may be captured into a graph. Launch from one thread at a time.
+`cuLaunchKernelEx` is called through ctypes: the bindings' own wrapper packs arguments anew at every call
+(about 8 us), this costs one to two. A launch may be captured into a graph. Launch from one thread at a time.
 """
 
 import ctypes
@@ -68,8 +68,8 @@ def _launch_function() -> Any:
 class Kernel:
     """A function on the device with its argument types (ctypes; a Structure is passed by value).
 
-    `dependent` launches carry programmatic stream serialization: the kernel may start before its predecessor on the
-    stream has ended and waits for it itself (griddepcontrol.wait). Give it only to kernels that do.
+    `dependent` launches carry programmatic stream serialization: the kernel may start before its predecessor
+    on the stream has ended and waits for it itself (griddepcontrol.wait). Give it only to kernels that do.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Kernel:
             device.driver.call("cuFuncSetAttribute", function, attribute, shared)
 
     def __call__(self, grid: Grid, block: int, *values: Any, stream: int, dependent: bool = True) -> None:
-        """Launch on `stream` (a handle). Values in the order of the types; the driver copies them during the call."""
+        """Launch on `stream` (a handle). Values in the order of the types, copied during the call."""
         for i, (cell, value) in enumerate(zip(self._cells, values, strict=True)):
             if isinstance(cell, ctypes.Structure):
                 self._arguments[i] = ctypes.addressof(value)
@@ -108,6 +108,12 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name}>"
+
+
+class KernelSource(Protocol):
+    """Where launchers get kernels: a `KernelStore`, or one that only remembers what was asked for."""
+
+    def kernel(self, source: str, name: str, types: Sequence[type], *, shared: int = 0) -> Any: ...
 
 
 @dataclass(frozen=True)

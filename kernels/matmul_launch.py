@@ -1,4 +1,4 @@
-"""Launches of the product kernels: argument blocks, geometry, nothing else. What to launch when: matmul_cuda.py.
+"""Launches of the product kernels: argument blocks and geometry. What to launch when: cuda_matmul.py.
 
 Geometry is pure. All launches go to a given stream, allocate nothing, may be captured, and carry programmatic
 dependent launch: a kernel reads weights before, activations only after its predecessor has ended.
@@ -11,7 +11,7 @@ from typing import Any
 
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cuda_array import DeviceArray
-from streamer.kernels.launch import KernelStore, ModuleSpec
+from streamer.kernels.launch import KernelSource, ModuleSpec
 from streamer.kernels.ops import Activation
 from streamer.plan.layouts import PLANES, plane_offsets
 
@@ -35,7 +35,7 @@ CHUNK = {t: 16 if t in FLOATS or t is QuantType.Q8_0 else 32 for t in (*PLANES, 
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A resident weight as the kernels read it: `n_out` rows of `n_in`, planes or (float types) the file's rows."""
+    """A resident weight as the kernels read it: n_out rows of n_in, in planes or (floats) as in the file."""
 
     type: QuantType
     n_in: int
@@ -62,6 +62,10 @@ class QuantizedRows:
     scale: int
     sum: int
 
+    @property
+    def argument(self) -> "QuantizedArgument":
+        return QuantizedArgument(self.hi, self.lo, self.scale, self.sum)
+
 
 @dataclass(frozen=True)
 class Output:
@@ -82,7 +86,7 @@ class NextRows:
     squares: int = 0  # (n_tokens, n_out / 32) f32, with `norm`
 
 
-# ---- argument blocks: the structs of the .cu files -------------------------------------------------------------
+# ---- argument blocks: the structs of the .cu files -----------------------------------------------
 
 
 class _Matrix(ctypes.Structure):
@@ -92,7 +96,7 @@ class _Matrix(ctypes.Structure):
     )
 
 
-class _Quantized(ctypes.Structure):
+class QuantizedArgument(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("hi", "lo", "scale", "sum"))
 
 
@@ -101,10 +105,10 @@ class GemvParams(ctypes.Structure):
 
     _fields_ = (
         ("matrices", _Matrix * MAX_MATRICES),
-        ("x", _Quantized),
+        ("x", QuantizedArgument),
         ("x_float", ctypes.c_uint64),
         ("squares", ctypes.c_uint64),
-        ("next", _Quantized),
+        ("next", QuantizedArgument),
         *((name, ctypes.c_uint64) for name in ("next_norm", "next_squares", "counters")),
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("n_matrices", "n_tokens", "K", "log_threads", "activation")),
@@ -129,7 +133,7 @@ class RowsParams(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("x", "up", "residual", "post", "updated", "weight")),
-        ("to", _Quantized),
+        ("to", QuantizedArgument),
         *((name, ctypes.c_uint64) for name in ("out", "out_bf16")),
         *((name, ctypes.c_float) for name in ("post_epsilon", "epsilon")),
         *((name, ctypes.c_int32) for name in ("K", "x_stride", "activation", "n_tokens")),
@@ -157,7 +161,7 @@ class EmbedParams(ctypes.Structure):
     )
 
 
-# ---- geometry: pure ----------------------------------------------------------------------------------------------
+# ---- geometry: pure ------------------------------------------------------------------------------
 
 
 def blocks_a_multiprocessor(type: QuantType, n_tokens: int) -> int:
@@ -166,7 +170,7 @@ def blocks_a_multiprocessor(type: QuantType, n_tokens: int) -> int:
         return 6 if type in (QuantType.Q8_0, QuantType.F16, QuantType.BF16) else 3 if type in _WIDE else 4
     if n_tokens == 2:
         return 4 if type is QuantType.Q8_0 else 2
-    return 2 if type is QuantType.Q8_0 or n_tokens == 4 and type not in _WIDE else 1
+    return 2 if type is QuantType.Q8_0 or (n_tokens == 4 and type not in _WIDE) else 1
 
 
 _WIDE = frozenset(
@@ -174,12 +178,27 @@ _WIDE = frozenset(
 )  # more registers than others
 
 
+@dataclass(frozen=True)
+class GemvVariant:
+    """How gemv is built and cut; zeros: what the tables say. benchmarks/kernels.py tries others."""
+
+    rows: int = GEMV_ROWS  # that a group takes at once
+    threads: int = 0  # lanes a group
+    blocks: int = 0  # of 256 that must fit a multiprocessor
+    ahead: bool = False  # load the next chunk while computing
+
+
 def gemv_name(
-    type: QuantType, n_tokens: int, activation_bytes: int, gated: bool, *, rows: int = GEMV_ROWS
+    type: QuantType,
+    n_tokens: int,
+    activation_bytes: int,
+    gated: bool,
+    variant: GemvVariant = GemvVariant(),
 ) -> str:
     nbytes = 1 if type in FLOATS else activation_bytes
-    blocks = blocks_a_multiprocessor(type, n_tokens)
-    return f"gemv<{type.name}, {n_tokens}, {rows}, {nbytes}, {str(gated).lower()}, {blocks}>"
+    blocks = variant.blocks or blocks_a_multiprocessor(type, n_tokens)
+    flags = str(gated).lower(), blocks, str(variant.ahead).lower()
+    return f"gemv<{type.name}, {n_tokens}, {variant.rows}, {nbytes}, {flags[0]}, {flags[1]}, {flags[2]}>"
 
 
 def group_threads(chunks: int) -> int:
@@ -206,17 +225,12 @@ class GemvShape:
 
 
 def gemv_shape(
-    outputs: Sequence[Output],
-    *,
-    gated: bool,
-    rows: int = GEMV_ROWS,
-    threads: int = 0,
-    multiprocessors: int = 132,
+    outputs: Sequence[Output], variant: GemvVariant, *, gated: bool, multiprocessors: int = 132
 ) -> GemvShape:
     """Blocks of 256 threads, smaller ones where a launch would leave multiprocessors without work."""
     matrix = outputs[0].matrix
-    threads = threads or group_threads(matrix.n_in // CHUNK[matrix.type])
-    results = rows // 2 if gated else rows
+    threads = variant.threads or group_threads(matrix.n_in // CHUNK[matrix.type])
+    results = variant.rows // 2 if gated else variant.rows
     counted = outputs[:1] if gated else outputs
     tiles = sum(-(-o.matrix.n_out // results) for o in counted)
     block = 256
@@ -285,13 +299,13 @@ def product_modules(type: QuantType, *, gemv_tokens: int, activation_bytes: int)
 ROWS_MODULE = ModuleSpec("quantize.cu", ("norm_rows<1>", "norm_rows<2>", "norm_rows<4>"))
 
 
-# ---- launches ------------------------------------------------------------------------------------------------------
+# ---- launches ------------------------------------------------------------------------------------
 
 
 class ProductLauncher:
-    """One launch a method. `counters` (zeroed, COUNTERS_NBYTES) and `partial` (PARTIAL_NBYTES) are its scratch."""
+    """One launch a method. Scratch: `counters` (zeroed, COUNTERS_NBYTES), `partial` (PARTIAL_NBYTES)."""
 
-    def __init__(self, store: KernelStore, *, counters: int, partial: int, multiprocessors: int) -> None:
+    def __init__(self, store: KernelSource, *, counters: int, partial: int, multiprocessors: int) -> None:
         self._store, self._counters, self._partial = store, counters, partial
         self._multiprocessors = multiprocessors
         self._kernels: dict[tuple[str, int], Any] = {}
@@ -306,41 +320,42 @@ class ProductLauncher:
         activation: Activation | None = None,
         squares: tuple[int, float] | None = None,
         next_rows: NextRows | None = None,
-        threads: int = 0,
-        rows: int = GEMV_ROWS,
+        variant: GemvVariant = GemvVariant(),
     ) -> None:
-        """Products of any number of tokens (a pass over the weights for every 8) with up to 4 matrices of one type.
+        """Products of any number of tokens (a pass over the weights for every 8) with matrices of one type.
 
-        `activation`: outputs[0] is the gate, outputs[1] up, the result goes to outputs[0].out. `squares`: (address,
-        epsilon) of the deferred norm. x: f32 rows for float types, else quantized ones.
+        `activation`: outputs[0] is the gate, outputs[1] up, the result goes to outputs[0].out. `squares`:
+        (address, epsilon) of the deferred norm. x: f32 rows for float types, else quantized ones.
         """
         matrix, gated = outputs[0].matrix, activation is not None
         tokens = min((m for m in GEMV_TOKENS if m >= n_tokens), default=GEMV_TOKENS[-1])
-        shape = gemv_shape(
-            outputs, gated=gated, rows=rows, threads=threads, multiprocessors=self._multiprocessors
-        )
+        shape = gemv_shape(outputs, variant, gated=gated, multiprocessors=self._multiprocessors)
         params = GemvParams(n_tokens=n_tokens, K=matrix.n_in, activation=ACTIVATIONS[activation])
         params.log_threads = shape.threads.bit_length() - 1
         params.n_matrices = _fill(params.matrices, outputs, shape.rows, gated)
         activation_bytes = 1
         if isinstance(x, DeviceArray):
-            assert matrix.is_float and x.dtype == "f32" and x.row_stride == matrix.n_in
+            assert matrix.is_float
+            assert x.dtype == "f32"
+            assert x.row_stride == matrix.n_in
             params.x_float = x.address
         else:
-            params.x = _quantized(x)
+            params.x = x.argument
             activation_bytes = 2 if x.lo else 1
         if squares:
             params.squares, params.epsilon = squares
         if next_rows:
-            assert len(outputs) == 1 + gated and matrix.n_out % 32 == 0
+            assert len(outputs) == 1 + gated
+            assert matrix.n_out % 32 == 0
             params.next, params.next_norm, params.next_squares = (
-                _quantized(next_rows.to),
+                next_rows.to.argument,
                 next_rows.norm,
                 next_rows.squares,
             )
-            activation_bytes = max(activation_bytes, 2 if next_rows.to.lo else 1)
+            assert not matrix.is_float
+            assert bool(next_rows.to.lo) == (activation_bytes == 2)
             params.counters = self._counters
-        name = gemv_name(matrix.type, tokens, activation_bytes, gated, rows=rows)
+        name = gemv_name(matrix.type, tokens, activation_bytes, gated, variant)
         grid = (shape.grid, -(-n_tokens // tokens), 1)
         self._kernel("gemv.cu", name, GemvParams)(grid, shape.block, params, stream=stream)
 
@@ -356,7 +371,8 @@ class ProductLauncher:
     ) -> None:
         """Products of the rows of x (bf16, contiguous) with up to 4 matrices of one type, on tensor cores."""
         matrix, gated, n_tokens = outputs[0].matrix, activation is not None, x.rows
-        assert x.dtype == "bf16" and x.row_stride == x.columns == matrix.n_in
+        assert x.dtype == "bf16"
+        assert x.row_stride == x.columns == matrix.n_in
         params = MmaParams(x=x.address, n_tokens=n_tokens, K=matrix.n_in, activation=ACTIVATIONS[activation])
         params.out_bf16 = outputs[0].out.dtype == "bf16"
         gate = str(gated).lower()
@@ -376,7 +392,7 @@ class ProductLauncher:
         kernel((shape.tiles, shape.splits, shape.token_tiles), 256, params, stream=stream)
 
     def rows(self, params: RowsParams, *, stream: int) -> None:
-        """Norm, gate, quantize: a block a token where a row must be looked at as a whole, else by pieces of it."""
+        """Norm, gate, quantize: a block a token where a row must be seen as a whole, else by pieces of it."""
         if not (params.weight or params.residual):
             pieces = -(-params.K // 1024)
             kernel = self._kernel("quantize.cu", "elements", RowsParams)
@@ -407,7 +423,10 @@ class ProductLauncher:
         scale: float = 1.0,
         last: tuple[int, int] = (0, 0),
     ) -> None:
-        """Rows of the table by id to out (n_tokens, n_in) f32. `last`: addresses of last ids and of the rows' slots."""
+        """Rows of the table by id to out (n_tokens, n_in) f32.
+
+        `last`: addresses of the last ids by slot and of the tokens' slots, for negative ids.
+        """
         params = EmbedParams(_planes(table), out.address, ids, *last, scale, table.n_out, table.n_in)
         grid = (-(-(table.n_in // CHUNK[table.type]) // 256), out.rows, 1)
         self._kernel("dequantize.cu", f"embed<{table.type.name}>", EmbedParams)(
@@ -425,13 +444,10 @@ def _planes(matrix: DeviceMatrix) -> Any:
     return (ctypes.c_uint64 * 4)(*matrix.planes)
 
 
-def _quantized(rows: QuantizedRows) -> _Quantized:
-    return _Quantized(rows.hi, rows.lo, rows.scale, rows.sum)
-
-
 def _fill(to: Any, outputs: Sequence[Output], tile: int, gated: bool) -> int:
     """Write the matrices; tiles are numbered through them."""
-    assert len(outputs) <= MAX_MATRICES and len({o.matrix.type for o in outputs}) == 1
+    assert len(outputs) <= MAX_MATRICES
+    assert len({o.matrix.type for o in outputs}) == 1
     first = 0
     for entry, output in zip(to, outputs, strict=False):
         matrix = output.matrix

@@ -1,7 +1,7 @@
-"""From a file's bytes in a landing area to the resident layout: planes, or bf16 for types without a native product.
+"""From a file's bytes in a landing area to the resident layout: planes, or bf16 for types without a product.
 
-The planes' sizes and order are in `streamer.plan.layouts`; what their bits mean, in `quants.cuh` and, executable, in
-`planes_reference`. The kernels only read the landing area, so a checksum of it may run before or beside them.
+The planes' sizes and order are in `streamer.plan.layouts`; what their bits mean, in `quants.cuh` and,
+executable, in `planes_reference`. The kernels only read the landing area: a checksum of it may run beside.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from streamer.device.base import Buffer, CopyKind, Stream
 from streamer.gguf.quants import QuantType
-from streamer.kernels.launch import KernelStore, ModuleSpec
+from streamer.kernels.launch import KernelSource, ModuleSpec
 from streamer.plan.layouts import PLANES, plane_offsets, resident_nbytes
 from streamer.plan.plan import Layout
 
@@ -78,9 +78,9 @@ def module_of(type: QuantType, layout: Layout) -> ModuleSpec | None:
 
 
 class WeightLayouter:
-    """Rearranges landed weights. Owns the codebooks it uploaded until `close`. Launches on the stream it is given."""
+    """Rearranges landed weights, on the stream it is given. Owns the codebooks it uploaded until `close`."""
 
-    def __init__(self, device: TableDevice, store: KernelStore) -> None:
+    def __init__(self, device: TableDevice, store: KernelSource) -> None:
         self._device, self._store = device, store
         self._kernels: dict[str, Any] = {}
         self._tables: dict[str, Buffer] = {}
@@ -89,7 +89,7 @@ class WeightLayouter:
     def apply(
         self, layout: Layout, type: QuantType, source: int, target: int, n_elements: int, *, stream: Stream
     ) -> None:
-        """Device bytes at `source` (the file's) -> `target` in `layout` (`resident_nbytes` long, 16-byte aligned).
+        """Device bytes at `source` (the file's) -> `target` in `layout` (`resident_nbytes`, 16-byte aligned).
 
         The two must not overlap. Ordered on `stream`; the source may be reused after an event recorded there.
         """
@@ -161,7 +161,7 @@ def sign_table() -> Bytes:
     """Seven sign bits -> eight: the eighth makes their number even. (128,)"""
     codes = np.arange(128, dtype=np.uint8)
     parity = np.unpackbits(codes[:, None], axis=1).sum(axis=1).astype(np.uint8) & 1
-    return codes | parity << 7
+    return np.asarray(codes | parity << 7, np.uint8)
 
 
 def planes_reference(type: QuantType, data: Bytes) -> Bytes:
@@ -194,7 +194,7 @@ def _cut(*ends: int) -> Any:
 
 
 def _bits_to_words(bits: Bytes, width: int) -> Bytes:
-    """(.., 16 or 32) small values of `width` bits -> words: element e goes to byte e & 3, bit width * (e >> 2)."""
+    """(.., 16 or 32) values of `width` bits -> words: element e goes to byte e & 3, bit width * (e >> 2)."""
     n = bits.shape[-1]
     grouped = bits.reshape(*bits.shape[:-1], n * width // 32, 32 // width // 4, 4).astype(
         np.uint32
@@ -216,7 +216,7 @@ def _q5_1(b: Bytes) -> list[Bytes]:
     return [b[:, 8:24], _fifth(b[:, 4:8]), b[:, :4]]
 
 
-def _by_chunk(values: Bytes) -> Bytes:
+def _by_chunk(values: Any) -> Any:
     """(n, 2 halves, 4 runs, 2 sixteenths, ..) -> (n, half, sixteenth, run, ..): the chunks of 2-bit types."""
     return np.moveaxis(values, 3, 2)
 

@@ -1,0 +1,384 @@
+"""Products on CUDA: which kernel for which type and how many tokens, and what activations it takes.
+
+| tokens | weights | activations | kernel |
+|---|---|---|---|
+| few (`gemv_tokens`), and F32 weights always | as resident | quantized, f32 for float weights | gemv.cu |
+| to 16 | bf16 in registers | bf16 | mma_direct.cu |
+| to 128 | bf16 in registers | bf16 | mma_tiled.cu |
+| more | bf16 in scratch | bf16 | cuBLASLt |
+
+Nothing here allocates after construction, waits, or reads back. With an arena without capacity nothing is
+launched: a dry run that counts the temporaries.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamer.device.base import Buffer
+from streamer.gguf.quants import QuantType
+from streamer.kernels.cublas import WORKSPACE_NBYTES, CublasLt, ProductShape
+from streamer.kernels.cuda_array import Arena, DeviceArray
+from streamer.kernels.launch import KernelSource, ModuleSpec
+from streamer.kernels.matmul_launch import (
+    ACTIVATIONS,
+    COUNTERS_NBYTES,
+    MAX_MATRICES,
+    PARTIAL_NBYTES,
+    ROWS_MODULE,
+    DeviceMatrix,
+    NextRows,
+    Output,
+    ProductLauncher,
+    QuantizedRows,
+    RowsParams,
+    device_matrix,
+    product_modules,
+)
+from streamer.kernels.ops import Activation, Linear, Norm, Weight
+from streamer.plan.plan import Layout
+
+SCRATCH_NBYTES = 192 << 20  # bf16 weights on their way to cuBLASLt
+
+
+@dataclass(frozen=True)
+class ResidentWeight:
+    """`Weight.handle` on CUDA: where the weight lies, and how."""
+
+    address: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class MatmulOptions:
+    gemv_tokens: int = 2  # up to so many tokens dp4a, then tensor cores
+    tiled_tokens: int = 128  # up to so many tokens weights are dequantized in registers, then into scratch
+    activation_bytes: int = (
+        2  # of quantized activations: 1 is faster by little, 2 is as exact as bf16 never is
+    )
+    quantize_in_place: bool = True  # gate * up is quantized by the product that computes it
+
+
+class Form(enum.Flag):
+    """How a product wants its activations."""
+
+    QUANTIZED = enum.auto()
+    F32 = enum.auto()
+    BF16 = enum.auto()
+
+
+@dataclass
+class Rows:
+    """One (n_tokens, n_in) matrix of activations in the forms it has been prepared in."""
+
+    n_tokens: int
+    n_in: int
+    quantized: QuantizedRows | None = None
+    f32: DeviceArray | None = None
+    bf16: DeviceArray | None = None
+
+
+def needed_modules(types: Iterable[QuantType], options: MatmulOptions) -> list[ModuleSpec]:
+    """Every compilation that products with these types need. BF16 stands for types decoded at load."""
+    specs = [ROWS_MODULE]
+    for type in sorted(set(types)):
+        specs += product_modules(
+            type, gemv_tokens=options.gemv_tokens, activation_bytes=options.activation_bytes
+        )
+    return specs
+
+
+def matmul_nbytes() -> int:
+    """Device bytes `CudaMatmul` allocates for itself, beside the arena's temporaries."""
+    return COUNTERS_NBYTES + PARTIAL_NBYTES + WORKSPACE_NBYTES + SCRATCH_NBYTES
+
+
+def matrix_of(weight: Weight) -> DeviceMatrix:
+    """A weight as the kernels read it; a stack of matrices counts all its rows."""
+    n_in, n_out = weight.shape[0], 1
+    for rows in weight.shape[1:]:
+        n_out *= rows
+    type = QuantType.BF16 if weight.handle.layout is Layout.BF16 else weight.type
+    return device_matrix(type, weight.handle.address, n_in, n_out)
+
+
+@dataclass
+class _Scratch:
+    """Where the parts of the buffer lie."""
+
+    base: int
+    counters: int = field(init=False)
+    partial: int = field(init=False)
+    blas: int = field(init=False)
+    weights: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counters = self.base
+        self.partial = self.counters + COUNTERS_NBYTES
+        self.blas = self.partial + PARTIAL_NBYTES
+        self.weights = self.blas + WORKSPACE_NBYTES
+
+
+class CudaMatmul:
+    """The matrix side of `CudaOps`. Owns one scratch buffer; launches from one thread, on one stream."""
+
+    def __init__(self, device: Any, store: KernelSource, options: MatmulOptions | None = None) -> None:
+        """`device` a CudaDevice. Allocates `matmul_nbytes()`."""
+        self.options = options or MatmulOptions()
+        self._buffer: Buffer = device.allocate(matmul_nbytes(), what="matrix product scratch")
+        self._scratch = _Scratch(self._buffer.handle)
+        self._zero(device)
+        self.launcher = ProductLauncher(
+            store,
+            counters=self._scratch.counters,
+            partial=self._scratch.partial,
+            multiprocessors=device.capabilities.multiprocessors,
+        )
+        self._blas: CublasLt | None = None
+        self._matrices: dict[str, DeviceMatrix] = {}
+        self._arena = Arena(0, None)
+        self._stream = 0
+
+    def close(self) -> None:
+        if self._blas is not None:
+            self._blas.close()
+            self._blas = None
+        self._buffer.close()
+
+    def begin(self, arena: Arena, *, stream: int) -> None:
+        """Temporaries of the following calls come from `arena`; without capacity it only counts."""
+        self._arena, self._stream = arena, stream
+
+    # ---- operators: see streamer.kernels.ops.Ops ---------------------------------------------------------
+
+    def embed(self, table: Weight, ids: int, out: DeviceArray, *, scale: float) -> None:
+        """Rows of the table by the ids at address `ids` (int32), times scale."""
+        if self._is_live:
+            self.launcher.embed(self.matrix(table), ids, out, stream=self._stream, scale=scale)
+
+    def norm(self, x: DeviceArray, norm: Norm, out: DeviceArray) -> None:
+        params = self._rows_params(x, norm)
+        params.out = out.address
+        self._launch_rows(params)
+
+    def norm_project(
+        self, x: DeviceArray, norm: Norm, projections: Sequence[Linear]
+    ) -> tuple[DeviceArray, ...]:
+        """f32 results, one array a projection."""
+        rows = self._prepare(x, [p.weight for p in projections], norm=norm)
+        outs = tuple(self._arena.take(x.rows, p.n_out) for p in projections)
+        self._project(rows, [self._output(p, out) for p, out in zip(projections, outs, strict=True)])
+        return outs
+
+    def project_add(
+        self, a: DeviceArray, projection: Linear, residual: DeviceArray, *, post_norm: Norm | None
+    ) -> DeviceArray:
+        """residual += post_norm(projection(a)), in place."""
+        return self._add(self._prepare(a, [projection.weight]), projection, residual, post_norm)
+
+    def gated_feed_forward(
+        self,
+        x: DeviceArray,
+        norm: Norm,
+        gate: Linear,
+        up: Linear,
+        down: Linear,
+        *,
+        activation: Activation,
+        post_norm: Norm | None,
+    ) -> DeviceArray:
+        """x += post_norm(down(act(gate(h)) * up(h))), h = norm(x), in place."""
+        rows = self._prepare(x, [gate.weight, up.weight], norm=norm)
+        hidden = self._gated(rows, gate, up, down, activation)
+        return self._add(hidden, down, x, post_norm)
+
+    def head(self, x: DeviceArray, norm: Norm, output: Linear, logits: DeviceArray) -> None:
+        rows = self._prepare(x, [output.weight], norm=norm)
+        self._project(rows, [self._output(output, logits)])
+
+    # ---- choosing ----------------------------------------------------------------------------------------
+
+    def matrix(self, weight: Weight) -> DeviceMatrix:
+        found = self._matrices.get(weight.name)
+        if found is None:
+            found = self._matrices[weight.name] = matrix_of(weight)
+        return found
+
+    def form(self, matrix: DeviceMatrix, n_tokens: int) -> Form:
+        """How a product of n_tokens with this matrix takes its activations."""
+        if matrix.type is QuantType.F32 or n_tokens <= self.options.gemv_tokens:
+            return Form.F32 if matrix.is_float else Form.QUANTIZED
+        return Form.BF16
+
+    @property
+    def _is_live(self) -> bool:
+        return self._arena.capacity is not None
+
+    # ---- activations -------------------------------------------------------------------------------------
+
+    def _prepare(
+        self,
+        x: DeviceArray,
+        weights: Sequence[Weight],
+        *,
+        norm: Norm | None = None,
+        up: DeviceArray | None = None,
+        activation: Activation | None = None,
+    ) -> Rows:
+        """x (or act(x) * up), normed if asked, in every form that `weights` ask for: one launch."""
+        forms = Form(0)
+        for weight in weights:
+            forms |= self.form(self.matrix(weight), x.rows)
+        rows = Rows(x.rows, x.columns)
+        if forms == Form.F32 and norm is None and up is None and x.row_stride == x.columns:
+            rows.f32 = x
+            return rows
+        params = self._rows_params(x, norm)
+        if up is not None:
+            params.up, params.activation = up.address, ACTIVATIONS[activation]
+        if Form.QUANTIZED in forms:
+            rows.quantized = self._take_quantized(x.rows, x.columns)
+            params.to = rows.quantized.argument
+        if Form.F32 in forms:
+            rows.f32 = self._arena.take(x.rows, x.columns)
+            params.out = rows.f32.address
+        if Form.BF16 in forms:
+            rows.bf16 = self._arena.take(x.rows, x.columns, "bf16")
+            params.out_bf16 = rows.bf16.address
+        self._launch_rows(params)
+        return rows
+
+    def _rows_params(self, x: DeviceArray, norm: Norm | None) -> RowsParams:
+        params = RowsParams(x=x.address, x_stride=x.row_stride, K=x.columns, n_tokens=x.rows)
+        if norm is not None:
+            params.weight, params.epsilon = norm.weight.handle.address, norm.epsilon
+        return params
+
+    def _launch_rows(self, params: RowsParams) -> None:
+        if self._is_live:
+            self.launcher.rows(params, stream=self._stream)
+
+    def _take_quantized(self, n_tokens: int, n_in: int) -> QuantizedRows:
+        hi = self._arena.take(n_tokens, n_in, "i8").address
+        lo = self._arena.take(n_tokens, n_in, "i8").address if self.options.activation_bytes == 2 else 0
+        scale = self._arena.take(n_tokens, n_in // 32).address
+        return QuantizedRows(hi, lo, scale, self._arena.take(n_tokens, n_in // 16).address)
+
+    # ---- products ----------------------------------------------------------------------------------------
+
+    def _output(self, projection: Linear, out: DeviceArray, residual: int = 0) -> Output:
+        bias = projection.bias.handle.address if projection.bias is not None else 0
+        return Output(self.matrix(projection.weight), out, bias, residual)
+
+    def _add(
+        self, rows: Rows, projection: Linear, residual: DeviceArray, post_norm: Norm | None
+    ) -> DeviceArray:
+        if post_norm is None:
+            self._project(rows, [self._output(projection, residual, residual.address)])
+            return residual
+        y = self._arena.take(rows.n_tokens, projection.n_out)
+        self._project(rows, [self._output(projection, y)])
+        params = self._rows_params(y, None)
+        params.residual = params.updated = residual.address
+        params.post, params.post_epsilon = post_norm.weight.handle.address, post_norm.epsilon
+        self._launch_rows(params)
+        return residual
+
+    def _gated(self, rows: Rows, gate: Linear, up: Linear, down: Linear, activation: Activation) -> Rows:
+        """act(gate) * up, ready for down: in one launch where gate and up have one type."""
+        n, width = rows.n_tokens, gate.n_out
+        types = {self.matrix(w.weight).type for w in (gate, up)}
+        form = self.form(self.matrix(gate.weight), n)
+        fused = len(types) == 1 and not (form is Form.BF16 and n > self.options.tiled_tokens)
+        if not fused:
+            outs = self._arena.take(n, width), self._arena.take(n, width)
+            self._project(rows, [self._output(p, o) for p, o in zip((gate, up), outs, strict=True)])
+            return self._prepare(outs[0], [down.weight], up=outs[1], activation=activation)
+        wanted = self.form(self.matrix(down.weight), n)
+        direct = form is Form.BF16 and wanted is Form.BF16
+        hidden = self._arena.take(n, width, "bf16" if direct else "f32")
+        outputs = [self._output(gate, hidden), self._output(up, hidden)]
+        if form is Form.BF16:
+            assert rows.bf16 is not None
+            if self._is_live:
+                self.launcher.mma(outputs, rows.bf16, stream=self._stream, activation=activation)
+            return Rows(n, width, bf16=hidden) if direct else self._prepare(hidden, [down.weight])
+        in_place = self.options.quantize_in_place and wanted is Form.QUANTIZED and form is Form.QUANTIZED
+        following = self._take_quantized(n, width) if in_place else None
+        self._gemv(rows, outputs, activation=activation, following=following)
+        return Rows(n, width, quantized=following) if in_place else self._prepare(hidden, [down.weight])
+
+    def _project(self, rows: Rows, outputs: Sequence[Output]) -> None:
+        """Products with one or several matrices: those of a type together, up to four a launch."""
+        by_type: dict[QuantType, list[Output]] = {}
+        for output in outputs:
+            by_type.setdefault(output.matrix.type, []).append(output)
+        for group in by_type.values():
+            for first in range(0, len(group), MAX_MATRICES):
+                self._launch(rows, group[first : first + MAX_MATRICES])
+
+    def _launch(self, rows: Rows, outputs: list[Output]) -> None:
+        if self.form(outputs[0].matrix, rows.n_tokens) is not Form.BF16:
+            self._gemv(rows, outputs)
+            return
+        assert rows.bf16 is not None
+        if not self._is_live:
+            return
+        if rows.n_tokens <= self.options.tiled_tokens:
+            self.launcher.mma(outputs, rows.bf16, stream=self._stream)
+            return
+        for output in outputs:
+            self._multiply_dequantized(output, rows.bf16)
+
+    def _gemv(
+        self,
+        rows: Rows,
+        outputs: list[Output],
+        *,
+        activation: Activation | None = None,
+        following: QuantizedRows | None = None,
+    ) -> None:
+        x = rows.f32 if outputs[0].matrix.is_float else rows.quantized
+        assert x is not None
+        if self._is_live:
+            next_rows = NextRows(following) if following is not None else None
+            self.launcher.gemv(
+                outputs, x, rows.n_tokens, stream=self._stream, activation=activation, next_rows=next_rows
+            )
+
+    def _multiply_dequantized(self, output: Output, x: DeviceArray) -> None:
+        """By slices of rows that fit the scratch; bf16 weights are used where they lie."""
+        matrix, out = output.matrix, output.out
+        n_slice = matrix.n_out
+        if matrix.type is not QuantType.BF16:
+            n_slice = min(matrix.n_out, SCRATCH_NBYTES // (2 * matrix.n_in) // 128 * 128)
+        item = 4 if out.dtype == "f32" else 2
+        for first in range(0, matrix.n_out, n_slice):
+            n_out = min(n_slice, matrix.n_out - first)
+            weights = matrix.planes[0]
+            if matrix.type is not QuantType.BF16:
+                weights = self._scratch.weights
+                self.launcher.dequantize(matrix, weights, first, n_out, stream=self._stream)
+            shape = ProductShape(x.rows, matrix.n_in, n_out, out.row_stride, out.dtype, bool(output.bias))
+            self.blas().multiply(
+                shape,
+                x.address,
+                weights,
+                out.address + first * item,
+                stream=self._stream,
+                bias=output.bias + 4 * first if output.bias else 0,
+                residual=output.residual + first * item if output.residual else 0,
+            )
+
+    def blas(self) -> CublasLt:
+        """The library, opened at first use (`warm` does it before READY)."""
+        if self._blas is None:
+            self._blas = CublasLt(workspace=self._scratch.blas)
+        return self._blas
+
+    def _zero(self, device: Any) -> None:
+        stream = device.create_stream("matmul")
+        device.fill(self._buffer, 0, COUNTERS_NBYTES, 0, stream=stream)
+        stream.sync()
+        stream.close()
