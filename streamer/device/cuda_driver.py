@@ -13,7 +13,7 @@ from streamer.errors import DeviceError, DeviceNotFoundError
 OUT_OF_MEMORY = 2
 NOT_READY = 600
 # Codes after which the context is lost: every later call fails until the process lets the context go.
-LOST_CONTEXT = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 721})
+LOST_CONTEXT = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721})
 
 # Capabilities field -> CUdevice_attribute
 _ATTRIBUTES = {

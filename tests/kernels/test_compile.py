@@ -7,6 +7,7 @@ import pytest
 
 from streamer.config import cache_directory
 from streamer.errors import DeviceNotFoundError
+from streamer.gguf.quants import QuantType
 from streamer.kernels.compile import (
     KERNEL_DIRECTORY,
     CompiledModule,
@@ -19,6 +20,7 @@ from streamer.kernels.compile import (
     supported_architectures,
 )
 from streamer.kernels.compile_cache import MAX_ENTRIES, CompileCache, decode, encode
+from streamer.kernels.matmul_launch import ROWS_MODULE, product_modules
 
 WHOLE = ("sm_80", "sm_90a", "sm_120")  # oldest, Hopper's own instructions, newest: to machine code
 FRONT_END = ("sm_86", "sm_89", "sm_100")  # their relatives: parsed and checked, in a hundredth of the time
@@ -39,21 +41,48 @@ def small(cache: Path | None = None, *, offset: int = 1) -> CompiledModule:
     )
 
 
-KERNELS = pytest.mark.parametrize("path", sorted(KERNEL_DIRECTORY.glob("*.cu")), ids=lambda path: path.name)
+# Sources whose instances follow a weight's type: the types and architectures that are compiled here.
+PRODUCTS = (
+    (QuantType.Q8_0, "sm_80"),
+    (QuantType.Q8_0, "sm_90a"),
+    (QuantType.Q8_0, "sm_120"),
+    (QuantType.Q4_K, "sm_90a"),
+    (QuantType.Q6_K, "sm_90a"),
+)
+BY_TYPE = frozenset({"gemv.cu", "mma_direct.cu", "mma_tiled.cu", "dequantize.cu", "quantize.cu"})
+KERNELS = pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(KERNEL_DIRECTORY.glob("*.cu")) if path.name not in BY_TYPE],
+    ids=lambda path: path.name,
+)
+
+
+def compiled(source: str | Path, arch: str, instances: tuple[str, ...]) -> CompiledModule:
+    cache = cache_directory() / "kernels"
+    return compile_source(source, arch=arch, name_expressions=instances, cache_directory=cache)
+
+
+def assert_sound(module: CompiledModule) -> None:
+    assert not module.warnings, (module.name, module.arch)
+    assert not module.spilling, (module.name, module.arch)
+    assert module.resources, f"{module.name}: no kernel in it: declare its `// instance:`s"
 
 
 @KERNELS
 def test_kernel_compiles_without_warning_or_spill(path: Path) -> None:
-    def compile_for(arch: str) -> CompiledModule:
-        instances = declared_instances(path.read_text())
-        cache = cache_directory() / "kernels"
-        return compile_source(path, arch=arch, name_expressions=instances, cache_directory=cache)
-
+    instances = declared_instances(path.read_text())
     with ThreadPoolExecutor(2) as threads:
-        for module in threads.map(compile_for, WHOLE):
-            assert not module.warnings, module.arch
-            assert not module.spilling, module.arch
-            assert module.resources or "__global__" not in path.read_text(), "declare its `// instance:`s"
+        for module in threads.map(lambda arch: compiled(path, arch, instances), WHOLE):
+            assert_sound(module)
+
+
+@pytest.mark.parametrize(("type", "arch"), PRODUCTS, ids=lambda value: getattr(value, "name", value))
+def test_products_of_a_type_compile_without_warning_or_spill(type: QuantType, arch: str) -> None:
+    specs = [*product_modules(type, gemv_tokens=8, activation_bytes=1), ROWS_MODULE]
+    assert {spec.source for spec in specs} == BY_TYPE
+    with ThreadPoolExecutor(2) as threads:
+        for module in threads.map(lambda spec: compiled(spec.source, arch, spec.instances), specs):
+            assert_sound(module)
 
 
 @KERNELS
