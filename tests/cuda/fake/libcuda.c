@@ -26,7 +26,7 @@ typedef int CUresult;
 typedef uint64_t u64;
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
        INVALID_IMAGE = 200, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600,
-       ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_SUPPORTED = 801 };
+       ALREADY_REGISTERED = 712, CAPTURE_UNSUPPORTED = 900, CAPTURE_WRONG = 901, NOT_REGISTERED = 713, NOT_SUPPORTED = 801 };
 enum { BUFFERS, PINNED, REGISTERED, STREAMS, EVENTS, CONTEXTS, MODULES, KINDS };
 
 typedef struct Range { u64 start, nbytes; int kind; struct Range* next; } Range;
@@ -36,9 +36,10 @@ typedef struct Mark { int done; } Mark;
 typedef struct Event { int magic; Mark* mark; } Event;
 typedef struct Op { int what; u64 a, b, n; Mark* mark; void* result; struct Op* next; } Op;
 enum { COPY_IN, COPY_OUT, COPY_WITHIN, FILL, RECORD, WAIT, CHECKSUM, STOP };
-typedef struct Stream { int magic; pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed; Op *first, *last; u64 queued, done; } Stream;
+typedef struct Stream { int magic, capturing; u64 nodes; pthread_t thread; pthread_mutex_t lock; pthread_cond_t changed; Op *first, *last; u64 queued, done; } Stream;
 typedef struct Function { int magic; char name[64]; } Function;
-enum { EVENT = 0x45564e54, STREAM = 0x5354524d, FUNCTION = 0x46554e43 };
+typedef struct Graph { int magic; u64 nodes; } Graph;
+enum { GRAPH = 0x47524148, EVENT = 0x45564e54, STREAM = 0x5354524d, FUNCTION = 0x46554e43 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t mark_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -50,6 +51,7 @@ static char fail_name[64];
 static u64 copied_in, used;
 static int initialised, context_object;
 static __thread void* current;
+static __thread int capturing;  // this thread records a stream: calls that allocate or wait are refused, as by the driver
 
 static u64 number(const char* name, u64 otherwise) { const char* s = getenv(name); return s && *s ? strtoull(s, 0, 10) : otherwise; }
 static u64 total_memory(void) { return number("FAKE_CUDA_MEMORY", 4ull << 30); }
@@ -139,6 +141,7 @@ CUresult cuMemGetInfo_v2(size_t* free_, size_t* total) { ENTER(1); *total = tota
 
 // ---- memory ----
 static CUresult allocate(u64* address, size_t n) {
+    if (capturing) return CAPTURE_UNSUPPORTED;
     if (!n) return INVALID_VALUE;
     if (used + n > total_memory()) return OUT_OF_MEMORY;
     void* p = mmap(0, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -157,6 +160,7 @@ CUresult cuMemAllocAsync(u64* address, size_t n, void* stream) { ENTER(1); (void
 CUresult cuMemFreeAsync(u64 address, void* stream) { ENTER(1); (void)stream; return release(address); }
 CUresult cuMemHostAlloc(void** p, size_t n, unsigned flags) {
     ENTER(1);
+    if (capturing) return CAPTURE_UNSUPPORTED;
     if (flags > 7 || !n) return INVALID_VALUE;
     if (posix_memalign(p, 4096, n)) return OUT_OF_MEMORY;
     add((u64)*p, n, PINNED);
@@ -228,6 +232,7 @@ static Stream* stream_of(void* handle) {
     return s->magic == STREAM ? s : 0;
 }
 static void submit(Stream* s, Op op) {
+    if (s->capturing) { s->nodes++; return; }  // recorded, not done; a replay does nothing here
     Op* copy = malloc(sizeof op);
     *copy = op; copy->next = 0;
     pthread_mutex_lock(&s->lock);
@@ -237,6 +242,7 @@ static void submit(Stream* s, Op op) {
     pthread_mutex_unlock(&s->lock);
 }
 static CUresult drain(Stream* s) {
+    if (s->capturing) return CAPTURE_UNSUPPORTED;
     pthread_mutex_lock(&s->lock);
     u64 until = s->queued;
     while (s->done < until) pthread_cond_wait(&s->changed, &s->lock);
@@ -316,13 +322,33 @@ CUresult cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, u
     STREAM_OR_ERROR(s, stream);
     Function* f = function;
     if (!f || f->magic != FUNCTION || !gx || !gy || !gz || bx * by * bz > 1024 || shared > 227 * 1024 || extra) return INVALID_VALUE;
-    if (strcmp(f->name, "checksum")) return OK;  // other kernels do nothing here
+    if (strcmp(f->name, "checksum")) { s->nodes++; return OK; }  // other kernels do nothing here
     u64 data = *(u64*)parameters[0], n = *(u64*)parameters[1], accumulator = *(u64*)parameters[2];
     void* result = *(void**)parameters[3];
     if (!inside(data, n, BUFFERS) || !inside(accumulator, 16, BUFFERS) || !inside((u64)result, 8, PINNED)) return INVALID_VALUE;
     submit(s, (Op){.what = CHECKSUM, .a = data, .n = n, .result = result});
     return OK;
 }
+
+// The launch form with attributes: a dimension triple for grid and block, shared bytes, stream, attributes.
+typedef struct { unsigned grid[3], block[3], shared; void* stream; void* attributes; unsigned n_attributes; } Config;
+CUresult cuLaunchKernelEx(const Config* c, void* function, void** parameters, void** extra) {
+    if (c->n_attributes > 8 || (c->n_attributes && !c->attributes)) return INVALID_VALUE;
+    return cuLaunchKernel(function, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream, parameters, extra);
+}
+CUresult cuFuncSetAttribute(void* function, int attribute, int value) { ENTER(1); Function* f = function; return f && f->magic == FUNCTION && attribute == 8 && value <= 227 * 1024 ? OK : INVALID_VALUE; }
+CUresult cuFuncGetAttribute(int* value, int attribute, void* function) { ENTER(1); (void)attribute; Function* f = function; if (!f || f->magic != FUNCTION) return INVALID_HANDLE; *value = 0; return OK; }
+
+// ---- graphs: capture counts what is queued ----
+CUresult cuStreamBeginCapture_v2(void* handle, int mode) { ENTER(1); STREAM_OR_ERROR(s, handle); if (!handle || mode > 2) return CAPTURE_UNSUPPORTED; if (s->capturing) return CAPTURE_WRONG; s->capturing = 1; s->nodes = 0; capturing++; return OK; }
+CUresult cuStreamEndCapture(void* handle, void** graph) { ENTER(1); STREAM_OR_ERROR(s, handle); if (!s->capturing) return CAPTURE_WRONG; s->capturing = 0; capturing--; Graph* g = calloc(1, sizeof *g); g->magic = GRAPH; g->nodes = s->nodes; *graph = g; return OK; }
+#define GRAPH_OR_ERROR(g, handle) Graph* g = handle; if (!g || g->magic != GRAPH) return INVALID_HANDLE
+CUresult cuGraphGetNodes(void* handle, void** nodes, size_t* n) { ENTER(0); GRAPH_OR_ERROR(g, handle); if (nodes) return NOT_SUPPORTED; *n = g->nodes; return OK; }
+CUresult cuGraphInstantiateWithFlags(void** executable, void* handle, u64 flags) { ENTER(1); GRAPH_OR_ERROR(g, handle); if (flags) return INVALID_VALUE; Graph* e = calloc(1, sizeof *e); *e = *g; *executable = e; return OK; }
+CUresult cuGraphInstantiate(void** executable, void* handle, u64 flags) { return cuGraphInstantiateWithFlags(executable, handle, flags); }
+CUresult cuGraphLaunch(void* handle, void* stream) { ENTER(1); GRAPH_OR_ERROR(g, handle); STREAM_OR_ERROR(s, stream); (void)g; return s->capturing ? CAPTURE_UNSUPPORTED : OK; }
+CUresult cuGraphDestroy(void* handle) { ENTER(0); GRAPH_OR_ERROR(g, handle); g->magic = 0; free(g); return OK; }
+CUresult cuGraphExecDestroy(void* handle) { return cuGraphDestroy(handle); }
 
 // ---- how others find the above; NVRTC asks for the export table and takes a no ----
 CUresult cuGetExportTable(const void** table, const void* id) { (void)id; *table = 0; return NOT_FOUND; }
