@@ -47,7 +47,7 @@ class StartOptions:
             trace=config.trace,
             blas_threads=config.blas_threads,
             host_link_bytes_per_s=config.host_link_bytes_per_s,
-            cache_directory=cache_directory(),
+            cache_directory=cache_directory() / "kernels",
             queue_limit=config.max_queue,
             queue_timeout_s=config.queue_timeout,
             slow_reader_s=config.write_timeout,
