@@ -51,6 +51,7 @@ REPORT_S = 0.25  # between STATUS lines while loading
 EXTEND_S = 15.0  # without progress for this long, a start ends when the service manager's time is over
 STOP_S = 1.8  # from SIGTERM during a load until the process is gone, whatever hangs
 FREE_S = 10.0  # the same after a drain
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 FAREWELL_S = 1.0  # probes and error events say "failed" that long before a failed process goes
 
 
@@ -59,6 +60,9 @@ def serve(config: Config) -> int:
     configure_logging(
         style=config.log_format, level=config.log_level, journal=to_journal(), debug=config.debug
     )
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS
+    )  # until the loop can clean up what is opened from here on
     notifier = Notifier.from_environment()
     watchdog_s = watchdog_interval_s()
     listening = open_listening(config, [given.socket for given in inherited_sockets()])
@@ -108,9 +112,10 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Future[int | Exception] = self._loop.create_future()
         self._hangup = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS - {signal.SIGHUP}:
             self._loop.add_signal_handler(number, self._signalled, number)
         self._loop.add_signal_handler(signal.SIGHUP, self._hangup.set)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             await self._listen()
             async with asyncio.TaskGroup() as group:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamer.cache.storage import PagedCache, allocate_cache
 from streamer.device.base import Device
@@ -12,8 +13,10 @@ from streamer.kernels.host_executor import HostExecutor
 from streamer.kernels.host_weights import HostWeights
 from streamer.kernels.ops import Executor
 from streamer.load.weights import ResidentWeights
-from streamer.runtime.cuda import CudaPreparation
 from streamer.runtime.planning import PlannedModel
+
+if TYPE_CHECKING:
+    from streamer.runtime.cuda import CudaPreparation
 
 
 class Stopped(Exception):
@@ -30,7 +33,7 @@ class Start:
     threads: int  # of the host's matrix products; 0: chosen by measuring
     advanced: Callable[[], None]
     stop: threading.Event
-    preparation: CudaPreparation | None = None  # what was begun before the upload
+    preparation: "CudaPreparation | None" = None  # what was begun before the upload
 
     def check(self) -> None:
         if self.stop.is_set():
@@ -101,6 +104,15 @@ def bind_cuda(start: Start) -> Bound:
 
 
 BINDERS: dict[str, Callable[[Start], Bound]] = {"host": bind_host, "cuda": bind_cuda}
-PREPARATIONS: dict[str, Callable[[Device, PlannedModel, Path | None], CudaPreparation]] = {
-    "cuda": CudaPreparation
+
+
+def prepare_cuda(device: Device, model: PlannedModel, cache_directory: Path | None) -> "CudaPreparation":
+    """CUDA's half of the house is imported here: a start on the host does without its import time."""
+    from streamer.runtime.cuda import CudaPreparation
+
+    return CudaPreparation(device, model, cache_directory)
+
+
+PREPARATIONS: dict[str, Callable[[Device, PlannedModel, Path | None], "CudaPreparation"]] = {
+    "cuda": prepare_cuda
 }

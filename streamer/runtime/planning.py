@@ -13,7 +13,6 @@ from streamer.plan.layouts import LAYOUTS
 from streamer.plan.make import make_plan
 from streamer.plan.memory import CacheNeeds, PlanOptions
 from streamer.plan.plan import Plan
-from streamer.runtime.cuda_plan import cuda_workspace
 
 CHUNK_NBYTES = 4 << 20
 
@@ -63,7 +62,13 @@ def _host_workspace(directory: Directory, architecture: Architecture, rows: int,
     return prepared_nbytes([tensor for tensor in directory.tensors.values() if tensor.name in wanted])
 
 
-WORKSPACES: dict[str, Workspace] = {"host": _host_workspace, "cuda": cuda_workspace}
+def _cuda_workspace(directory: Directory, architecture: Architecture, rows: int, sequences: int) -> int:
+    from streamer.runtime.cuda_plan import cuda_workspace  # import time that only CUDA pays
+
+    return cuda_workspace(directory, architecture, rows, sequences)
+
+
+WORKSPACES: dict[str, Workspace] = {"host": _host_workspace, "cuda": _cuda_workspace}
 
 
 @dataclass(frozen=True)

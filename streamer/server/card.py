@@ -2,12 +2,20 @@
 
 import time
 
-import gguf
-
 from streamer.gguf.directory import Directory
 from streamer.models.registry import Architecture
 from streamer.plan.plan import Plan
 from streamer.server.state import ModelCard
+
+
+# general.file_type: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+FILE_TYPES = dict(
+    enumerate(
+        "F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K "
+        "IQ2_XXS IQ2_XS Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - "
+        "TQ1_0 TQ2_0 MXFP4 NVFP4 Q1_0".split()
+    )
+)
 
 
 def make_card(
@@ -32,9 +40,4 @@ def make_card(
 def _file_type(directory: Directory) -> str:
     """`general.file_type` by its name: Q4_1, Q8_0; empty when the file does not say."""
     value = directory.metadata.get("general.file_type")
-    if not isinstance(value, int):
-        return ""
-    try:
-        return str(gguf.LlamaFileType(value).name).removeprefix("MOSTLY_").removeprefix("ALL_")
-    except ValueError:
-        return str(value)
+    return FILE_TYPES.get(value, str(value)) if isinstance(value, int) else ""

@@ -140,14 +140,17 @@ async def build_text(
 ) -> TextWork:
     """Tokenizer, template process and constraint process, built beside the upload. GGUFError."""
     loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(2, thread_name_prefix="tokenizer") as threads:
-        tokenizer = await loop.run_in_executor(threads, lambda: build_tokenizer(metadata, path=path))
-        templates = ChatTemplates(metadata, tokenizer, deadline_s=template_timeout_s)
-        constraints = ConstraintFactory(tokenizer, n_vocab)
-        try:
-            await templates.start()
-        except BaseException:
-            templates.close()
-            constraints.close()
-            raise
-        return TextWork(tokenizer, templates, constraints)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+    try:
+        tokenizer = await loop.run_in_executor(thread, lambda: build_tokenizer(metadata, path=path))
+    finally:
+        thread.shutdown(wait=False)  # called off, the start does not wait for what it no longer wants
+    templates = ChatTemplates(metadata, tokenizer, deadline_s=template_timeout_s)
+    constraints = ConstraintFactory(tokenizer, n_vocab)
+    try:
+        await templates.start()
+    except BaseException:
+        templates.close()
+        constraints.close()
+        raise
+    return TextWork(tokenizer, templates, constraints)
