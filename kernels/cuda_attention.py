@@ -1,4 +1,4 @@
-"""Launchers of rope.cu and attention.cu over a cache's pages."""
+"""Launchers of rope.cu, attention_decode.cu and attention_prefill.cu, over a cache's pages."""
 
 import ctypes
 from collections.abc import Mapping
@@ -174,7 +174,7 @@ class CudaAttention:
     def _decode_kernel(self, shape: HeadShape) -> Kernel:
         if shape not in self._decode:
             self._decode[shape] = self._store.kernel(
-                "attention.cu",
+                "attention_decode.cu",
                 shape.decode_name(self._cache.element_type),
                 [_P] * 11 + [_I] * 4 + [_F] * 2 + [_I],
                 shared=4 * WARPS * shape.group * (shape.head_dim + 2),
@@ -184,7 +184,7 @@ class CudaAttention:
     def _prefill_kernel(self, shape: HeadShape) -> Kernel:
         if shape not in self._prefill:
             self._prefill[shape] = self._store.kernel(
-                "attention.cu",
+                "attention_prefill.cu",
                 shape.prefill_name(self._cache.element_type),
                 [_P] * 7 + [_I] * 5 + [_F] * 2 + [_I],
                 shared=shape.prefill_shared,

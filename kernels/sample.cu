@@ -165,6 +165,7 @@ __device__ void sort_candidates(Candidate *c, int n) {  // bitonic, best first; 
 struct Window {
     int first, last;
     unsigned long long before, kept;  // kept: the mass drawn from when it is known from bins alone, else 0
+    unsigned long long total;         // of the whole row
 };
 
 // Inclusive scan over the block's first n (<= 2 * blockDim.x) elements of shared memory, in place; whole block.
@@ -202,17 +203,20 @@ __device__ void choose_window(unsigned *count, unsigned long long *mass, Window 
     const float depth = min_p > 0.f ? -logf(min_p) : INFINITY;
     if (used) {
         atomicMax(&deepest_used, b);
-        if ((top_k > 0 && count[b] >= (unsigned)top_k) || mass[b] >= wanted || b / BINS_A_NAT > depth) atomicMin(&stop, b);
+        // top-p is of the mass that top-k kept, so with both all of top-k's ids are needed
+        const bool enough = top_k > 0 ? count[b] >= (unsigned)top_k : mass[b] >= wanted;
+        const bool too_deep = b / BINS_A_NAT > depth && (top_k <= 0 || top_p >= 1.f);
+        if (enough || too_deep) atomicMin(&stop, b);
     }
     __syncthreads();
     const int last = min(stop, deepest_used);
     if (count[last] <= CANDIDATES) {
-        if (b == 0) out = {0, last, 0, 0};
+        if (b == 0) out = {0, last, 0, 0, total};
     } else {
         // too many to sort: the kept set ends at a whole bin, and only the bin the draw falls into is looked at
         const unsigned long long target = (unsigned long long)(uniform * (double)mass[last]);
         const unsigned long long before = b > 0 && b < BINS ? mass[b - 1] : 0;
-        if (used && b <= last && before <= target && target < mass[b]) out = {b, b, before, mass[last]};
+        if (used && b <= last && before <= target && target < mass[b]) out = {b, b, before, mass[last], total};
     }
     __syncthreads();
 }
@@ -234,7 +238,10 @@ __device__ int draw(const Candidate *c, const unsigned long long *prefix, int n,
     unsigned long long kept = w.kept;
     if (kept == 0) {
         if (top_k > 0) n = min(n, top_k);
-        if (top_p < 1.f) n = min(n, first_reaching(prefix, n, (unsigned long long)(top_p * (double)prefix[n - 1]), false) + 1);
+        if (top_p < 1.f) {
+            const unsigned long long whole = top_k > 0 ? prefix[n - 1] : w.total;
+            n = min(n, first_reaching(prefix, n, (unsigned long long)(top_p * (double)whole), false) + 1);
+        }
         if (min_p > 0.f) {
             const float floor = max + logf(min_p);
             int low = 1, high = n;  // candidates [0, low) are kept: the best always is
@@ -318,7 +325,7 @@ __device__ void pick_by_draw(const float *w, PickShared &s, int n_vocab, int top
 }
 
 // Grid (n_rows), 1024 threads: the id, its log-probability, the target's; keeps the id for the slot's next step.
-extern "C" __global__ void __launch_bounds__(1024) sample_pick(
+extern "C" __global__ void __launch_bounds__(1024, 1) sample_pick(
     const float *__restrict__ logits, const float *__restrict__ work, const SliceStatistics *__restrict__ slices,
     Histogram *__restrict__ histograms, const float *__restrict__ temperature, const int *__restrict__ top_k,
     const float *__restrict__ top_p, const float *__restrict__ min_p, const float *__restrict__ uniform,
@@ -349,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(1024) sample_pick(
 }
 
 // Grid (n_rows), 1024 threads: the n_top most likely ids of the model's own distribution (ids < n_valid), best first.
-extern "C" __global__ void __launch_bounds__(1024) sample_top(
+extern "C" __global__ void __launch_bounds__(1024, 1) sample_top(
     const float *__restrict__ logits, const float *__restrict__ log_sums, int *__restrict__ top_ids,
     float *__restrict__ top_logprobs, int pitch, int n_valid, int n_top) {
     pdl_wait();

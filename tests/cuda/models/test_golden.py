@@ -1,7 +1,7 @@
-"""Whole models on CUDA against golden values of float32 arithmetic, and against themselves in other batches.
+"""Whole models on CUDA against golden values of float32 arithmetic, and against themselves in batches.
 
-Bands: activations are bf16 or 16-bit integers and keys and values f16, so log-probabilities differ from float32 by
-rounding; the stated band is a mean KL divergence of 5e-3 over a prompt's last positions, taken over the 20 most
+Bands: activations are bf16 or 16-bit integers and keys and values f16, so log-probabilities differ from float32
+by rounding; the stated band is a mean KL divergence of 5e-3 over a prompt's last positions, taken over the 20 most
 likely ids. Chunks and batches change kernels (other roundings), so they agree within the same band.
 """
 
@@ -19,7 +19,7 @@ DENSE = ["llama", "qwen2", "qwen3", "gemma3"]
 HYBRID = ["qwen35"]
 EXPERTS = ["qwen3moe", "qwen35moe"]
 MAX_KL = 5e-3
-CLEAR = 0.05  # two best log-probabilities further apart than this must come in the same order
+CLEAR = 0.25  # two best log-probabilities further apart than this must come in the same order (random models)
 
 
 def kl(reference: Sequence[tuple[int, float]], ids: np.ndarray, logprobs: np.ndarray) -> float:

@@ -77,7 +77,7 @@ def test_decode_attention(
     positions = np.array([*(x - 1 for x in lengths), 0, 0], np.int32)
     for _ in range(2):  # the second run sees the counters the first left
         bench.launch(
-            "attention.cu",
+            "attention_decode.cu",
             f"attention_decode<__nv_bfloat16, {lanes}, {group // parts}>",
             (n_kv * parts, splits, n + 2),
             128,
@@ -146,7 +146,7 @@ def test_prefill_attention(
         row += count
     out = bench.poisoned((n_rows, n_heads, hd))
     bench.launch(
-        "attention.cu",
+        "attention_prefill.cu",
         f"attention_prefill<__nv_bfloat16, {padded}, {tokens}>",
         (len(tiles), n_heads),
         128,
