@@ -6,7 +6,7 @@ GPU := $(wildcard /dev/nvidiactl)
 RUNTIME_LOCK := requirements/$(if $(GPU),cuda,runtime).txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q install
 
-.PHONY: run serve test check setup setup-run test-gpu bench fuzz lock clean
+.PHONY: run serve test check setup setup-run test-gpu bench fuzz soak install uninstall lock clean
 
 run: setup-run  ## pull a small model, serve it, ask it once, print what happened, stop
 	$(BIN)/python -m streamer demo
@@ -37,6 +37,15 @@ test-gpu: setup  ## the tests that need an NVIDIA GPU; leaves a record in benchm
 
 bench: setup-run  ## the load benchmark on this machine
 	$(BIN)/python -m streamer bench load
+
+soak: setup-run  ## an hour's mixed load on the host device; leaves a record in benchmarks/results/
+	$(BIN)/python benchmarks/soak.py
+
+install:  ## as root: the command, the systemd units (PREFIX, DESTDIR, PYTHON)
+	deploy/install.sh
+
+uninstall:  ## as root: stop the units, remove what install has put there
+	deploy/uninstall.sh
 
 fuzz: setup  ## ten minutes of coverage-guided fuzzing
 	$(BIN)/python -m pip -q install atheris && $(BIN)/python tests/fuzz/run.py --seconds 600
