@@ -152,7 +152,8 @@ class Mapping:
     def resident_bytes(self, offset: int = 0, nbytes: int | None = None) -> int:
         """Bytes of a range in the page cache (mincore), in whole pages but at most the range.
 
-        Linux tells the truth to who owns or may write the file; to others everything seems resident.
+        Linux tells the truth to who owns or may write the file; to others everything seems resident, as it
+        does where a sandbox forbids the question.
         """
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         self._check_range(offset, nbytes)
@@ -162,7 +163,10 @@ class Mapping:
         length = offset + nbytes - begin
         states = np.empty(-(-length // PAGE_NBYTES), dtype=np.uint8)  # bit 0: resident
         if _libc.mincore(self.address + begin, length, states.ctypes.data):
-            raise GGUFError(self.shard.path, "file", f"mincore: {os.strerror(ctypes.get_errno())}")
+            code = ctypes.get_errno()
+            if code in (errno.EPERM, errno.ENOSYS):
+                return nbytes
+            raise GGUFError(self.shard.path, "file", f"mincore: {os.strerror(code)}")
         return min(nbytes, int(np.count_nonzero(states & 1)) * PAGE_NBYTES)
 
     def check_unchanged(self) -> None:
