@@ -33,12 +33,12 @@ extern "C" __global__ void __launch_bounds__(512) read_all(const uint4 *x, size_
     }
     if (sum == 0x12345678u) *out = sum;
 }
-extern "C" __global__ void fill_random(unsigned *x, size_t n, unsigned seed) {
+extern "C" __global__ void fill_random(unsigned *x, size_t n, unsigned seed, unsigned keep, unsigned set) {
     const size_t step = (size_t)gridDim.x * blockDim.x;
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += step) {
         unsigned h = (unsigned)i * 2654435761u + seed;
         h ^= h >> 16, h *= 0x85ebca6bu, h ^= h >> 13, h *= 0xc2b2ae35u, h ^= h >> 16;
-        x[i] = h;
+        x[i] = (h & keep) | set;
     }
 }
 extern "C" __global__ void fill_normal(float *x, size_t n, unsigned seed, float scale) {
@@ -55,6 +55,13 @@ extern "C" __global__ void fill_normal(float *x, size_t n, unsigned seed, float 
 }
 """
 
+# Bits kept and set so that random words are floats of either sign near 0.01.
+_FLOAT_BITS = {
+    QuantType.F32: (0x807FFFFF, 0x3C000000),
+    QuantType.BF16: (0x807F807F, 0x3C003C00),
+    QuantType.F16: (0x83FF83FF, 0x20002000),
+}
+
 
 class Lab:
     """One device with weights made of random bits, and medians of graph replays."""
@@ -70,7 +77,7 @@ class Lab:
 
         pointer, size, word = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32
         self._read = kernel("read_all", pointer, size, pointer)
-        self._random = kernel("fill_random", pointer, size, word)
+        self._random = kernel("fill_random", pointer, size, word, word, word)
         self._normal = kernel("fill_normal", pointer, size, word, ctypes.c_float)
         self.matmul = CudaMatmul(device, store)
         self._start, self._stop = (device.driver.call("cuEventCreate", 0) for _ in range(2))
@@ -98,9 +105,11 @@ class Lab:
         self.buffers.append(buffer)
         return int(buffer.handle)
 
-    def random(self, address: int, nbytes: int) -> None:
+    def random(self, address: int, nbytes: int, keep: int = 0xFFFFFFFF, set: int = 0) -> None:
+        """32-bit words of random bits, of which `keep` are kept and `set` are set."""
         self._seed += 1
-        self._random((1056, 1, 1), 256, address, nbytes // 4, self._seed, stream=self.handle, dependent=False)
+        arguments = address, nbytes // 4, self._seed, keep, set
+        self._random((1056, 1, 1), 256, *arguments, stream=self.handle, dependent=False)
 
     def normal(self, n_rows: int, n_columns: int, scale: float = 1.0) -> DeviceArray:
         """f32 rows of about normal numbers."""
@@ -111,14 +120,13 @@ class Lab:
         return DeviceArray(address, n_rows, n_columns)
 
     def weight(self, type: QuantType, n_in: int, n_out: int) -> Weight:
-        """Random quants with scales of 0.008 or so; normal values for floats."""
+        """Random quants with scales of 0.008 or so; floats near 0.01."""
         n = n_in * n_out
         layout = Layout.FILE if type in FLOATS else Layout.PLANES
         nbytes = resident_nbytes(layout, type, n)
         address = self.bytes(nbytes)
         if type in FLOATS:
-            assert type is not QuantType.F16, "random bits would be infinities"
-            self._floats(type, address, n)
+            self.random(address, nbytes, *_FLOAT_BITS[type])
         else:
             scales = plane_offsets(type, n)[1]
             self.random(address, scales)
@@ -127,14 +135,6 @@ class Lab:
             )
         self._count += 1
         return Weight(f"w{self._count}", type, (n_in, n_out), ResidentWeight(address, layout))
-
-    def _floats(self, type: QuantType, address: int, n: int) -> None:
-        """Normal values: f32 in place, bf16 as the high halves of them (low halves are noise of the next)."""
-        count = n if type is QuantType.F32 else n // 2
-        self._seed += 1
-        self._normal((1056, 1, 1), 256, address, count, self._seed, 0.02, stream=self.handle, dependent=False)
-        if type is QuantType.BF16:  # low halves: copy of a sane pattern, so that no value is huge
-            self.device.driver.call("cuMemsetD2D16Async", address, 4, 0x3C23, 1, count, self.stream.raw)
 
     def linear(self, type: QuantType, n_in: int, n_out: int) -> Linear:
         return Linear(self.weight(type, n_in, n_out))

@@ -23,7 +23,15 @@ from streamer.kernels.compile import architecture
 from streamer.kernels.cuda_array import Arena, DeviceArray
 from streamer.kernels.cuda_matmul import MatmulOptions, matrix_of
 from streamer.kernels.launch import KernelStore, ModuleSpec
-from streamer.kernels.matmul_launch import ROWS_MODULE, GemvVariant, Output, gemv_name, product_modules
+from streamer.kernels.matmul_launch import (
+    ROWS_MODULE,
+    GemvVariant,
+    NextRows,
+    Output,
+    QuantizedRows,
+    gemv_name,
+    product_modules,
+)
 from streamer.kernels.ops import Activation, Linear
 from streamer.plan.layouts import resident_nbytes
 
@@ -182,6 +190,39 @@ def layer_steps(lab: Lab, report: Report, model: Model, tokens: Sequence[int]) -
             what = f"{model.shapes.name} {model.head.weight.type.name} step, {n} tokens, {kind}"
             report.add(what, seconds, model.nbytes, tokens_per_s=n / seconds, eager_ms=1e3 * eager)
     lab.matmul.options = MatmulOptions()
+    seconds, _ = lab.graph_seconds(fused_step(lab, model, 1))
+    what = f"{model.shapes.name} {model.head.weight.type.name} step, 1 token, 4 launches a layer"
+    report.add(what, seconds, model.nbytes, tokens_per_s=1 / seconds)
+
+
+def fused_step(lab: Lab, model: Model, n_tokens: int) -> Callable[[], None]:
+    """Four launches a layer: norms and quantization happen inside the products before and after them."""
+    s, launcher, matrix = model.shapes, lab.matmul.launcher, lab.matmul.matrix
+    x, out = lab.normal(n_tokens, s.n_embd), lab.normal(n_tokens, max(s.n_qkv, s.n_ff, s.n_vocab))
+    normed, attended, hidden = (lab.quantized(n_tokens, n, 2) for n in (s.n_embd, s.n_heads_out, s.n_ff))
+    norm, squares = lab.norm(s.n_embd), lab.normal(n_tokens, s.n_embd // 32).address
+    to_normed = NextRows(normed, norm.weight.handle.address, squares)
+    deferred = squares, norm.epsilon
+
+    def output(linear: Linear, to: DeviceArray, residual: int = 0) -> Output:
+        array = DeviceArray(to.address, n_tokens, linear.n_out)
+        return Output(matrix(linear.weight), array, residual=residual)
+
+    def launch() -> None:
+        def gemv(linears: Sequence[Linear], rows: QuantizedRows, to: DeviceArray, **options: Any) -> None:
+            residual = x.address if to is x else 0
+            outputs = [output(w, to, residual) for w in linears]
+            launcher.gemv(outputs, rows, n_tokens, stream=lab.handle, **options)
+
+        for layer in model.layers:
+            pair = [layer["gate"], layer["up"]]
+            gemv([layer["qkv"]], normed, out, squares=deferred)
+            gemv([layer["o"]], attended, x, next_rows=to_normed)
+            gemv(pair, normed, out, squares=deferred, activation=Activation.SILU, next_rows=NextRows(hidden))
+            gemv([layer["down"]], hidden, x, next_rows=to_normed)
+        gemv([model.head], normed, out, squares=deferred)
+
+    return launch
 
 
 def whole_step(lab: Lab, model: Model, n_tokens: int) -> Callable[[], None]:

@@ -1,5 +1,14 @@
 // Resident weights to float: whole rows for cuBLAS and tests, single rows for the embedding.
 
+// instance: dequantize<Q8_0, __nv_bfloat16>
+// instance: embed<Q8_0>
+// instance: dequantize<Q4_K, __nv_bfloat16>
+// instance: embed<Q4_K>
+// instance: dequantize<Q6_K, __nv_bfloat16>
+// instance: embed<Q6_K>
+// instance: dequantize<BF16, __nv_bfloat16>
+// instance: embed<BF16>
+
 #include "linear.cuh"
 
 struct DequantizeParams {

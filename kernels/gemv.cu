@@ -9,6 +9,19 @@
 // (counters start and end at zero). With `next_norm` the values are multiplied by the next RMS norm's weight first and
 // the sums of their squares kept in `next_squares`; the product that reads them divides by the norm (`squares`).
 
+// instance: gemv<Q8_0, 1, 2, 2, false, 6, false>
+// instance: gemv<Q8_0, 1, 2, 2, true, 6, false>
+// instance: gemv<Q4_K, 1, 2, 2, false, 4, false>
+// instance: gemv<Q4_K, 1, 2, 2, true, 4, false>
+// instance: gemv<Q6_K, 1, 2, 2, false, 4, false>
+// instance: gemv<Q6_K, 1, 2, 2, true, 4, false>
+// instance: gemv<Q5_0, 1, 2, 2, false, 4, false>
+// instance: gemv<Q5_0, 1, 2, 2, true, 4, false>
+// instance: gemv<BF16, 1, 2, 1, false, 6, false>
+// instance: gemv<BF16, 1, 2, 1, true, 6, false>
+// instance: gemv<Q8_0, 2, 2, 2, false, 4, false>
+// instance: gemv<F32, 8, 2, 1, false, 1, false>
+
 #include "linear.cuh"
 
 struct GemvParams {
@@ -176,7 +189,9 @@ __global__ void __launch_bounds__(256, BLOCKS) gemv(const __grid_constant__ Gemv
     for (int r = 0; r < R; r++)
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            for (int o = width / 2; o; o >>= 1) acc[r][m] += __shfl_xor_sync(0xFFFFFFFFu, acc[r][m], o);
+#pragma unroll
+            for (int o = 16; o; o >>= 1)
+                if (o < width) acc[r][m] += __shfl_xor_sync(0xFFFFFFFFu, acc[r][m], o);
             if ((threadIdx.x & (width - 1)) == 0) partial[threadIdx.x / width][r * M + m] = acc[r][m];
         }
     __syncthreads();

@@ -1,9 +1,14 @@
 // Products of up to 16 tokens (mma.cuh): a block is 16 MT rows, its warps split K, activations come through L1.
 
+// instance: mma_direct<Q8_0, 1, false>
+// instance: mma_direct<Q8_0, 2, true>
+// instance: mma_direct<Q4_K, 1, false>
+// instance: mma_direct<Q4_K, 2, true>
+
 #include "mma.cuh"
 
 template <class T, int NT, bool GATED>
-__global__ void __launch_bounds__(32 * WARPS, 2) mma_direct(const __grid_constant__ MmaParams p) {
+__global__ void __launch_bounds__(32 * WARPS, GATED && NT == 2 && T::E > 16 ? 1 : 2) mma_direct(const __grid_constant__ MmaParams p) {
     constexpr int MT = GATED ? 2 : 1;
     constexpr bool AHEAD = !GATED || T::E == 16;  // the next chunks are on their way, where registers allow
     __shared__ float sums[WARPS][MT * 16 * NT * 8];

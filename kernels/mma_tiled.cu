@@ -4,6 +4,10 @@
 // A stage is STAGE elements of K for all tokens; the K warps take its chunks in turn, the row warps share it. Stages are
 // double-buffered. blockIdx.y splits K over blocks; the last to arrive adds the parts, always in the same order.
 
+// instance: mma_tiled<Q8_0, 4, false>
+// instance: mma_tiled<Q8_0, 8, true>
+// instance: mma_tiled<Q4_K, 8, false>
+
 #include "mma.cuh"
 
 constexpr int STAGE = 256, MT_TILED = 2;

@@ -3,6 +3,10 @@
 // One launch takes an input stage (x | act(gate) * up | residual + norm(x; post)), an optional RMS norm, and writes any
 // of: 8- or 16-bit quantized rows (linear.cuh), f32, bf16. All matrices are (n_tokens, K) with K a multiple of 32.
 
+// instance: norm_rows<1>
+// instance: norm_rows<2>
+// instance: norm_rows<4>
+
 #include "linear.cuh"
 
 struct RowsParams {

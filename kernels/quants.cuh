@@ -18,10 +18,11 @@ struct Planes {
     const u8 *p0, *p1, *p2, *p3;
 };
 
-// Weights are read once a step: keep them out of L1.
+// Weights are read once a step: keep them out of L1. Not ld.global.nc, here and below: ptxas moves such loads behind
+// griddepcontrol.wait, and these are meant to be on their way before it.
 __device__ __forceinline__ uint4 stream16(const u8 *p) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
 // Scales: neighbouring lanes and the next chunks share their lines. volatile keeps a load where it was written:
@@ -29,27 +30,27 @@ __device__ __forceinline__ uint4 stream16(const u8 *p) {
 template <typename V> __device__ __forceinline__ V shared_line(const u8 *p);
 template <> __device__ __forceinline__ u8 shared_line<u8>(const u8 *p) {
     u32 v;
-    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(p));
     return (u8)v;
 }
 template <> __device__ __forceinline__ u16 shared_line<u16>(const u8 *p) {
     u16 v;
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
     return v;
 }
 template <> __device__ __forceinline__ u32 shared_line<u32>(const u8 *p) {
     u32 v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 template <> __device__ __forceinline__ uint2 shared_line<uint2>(const u8 *p) {
     uint2 v;
-    asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
 template <> __device__ __forceinline__ uint4 shared_line<uint4>(const u8 *p) {
     uint4 v;
-    asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
 

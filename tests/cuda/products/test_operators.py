@@ -1,5 +1,7 @@
 """The operators over products: mixed types, every kernel's range of tokens, counted temporaries, capture."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ N_EMBD, N_FF = 512, 1024
 TOLERANCE = {1: 1e-6, 2: 1e-6}  # 16-bit activations; else bf16 weights and activations
 BF16 = 2e-4
 Q = QuantType
+COUNT = itertools.count()  # `CudaMatmul` knows weights by name
 
 
 class Layer:
@@ -44,8 +47,7 @@ class Layer:
     def weight(self, name, type, n_out, n_in):
         matrix, self.values[name] = self.products.weight(type, n_out, n_in, seed=len(self.values))
         layout = Layout.FILE if matrix.is_float else Layout.PLANES
-        unique = f"{name}-{matrix.planes[0]}"
-        return Weight(unique, type, (n_in, n_out), ResidentWeight(matrix.planes[0], layout))
+        return Weight(f"{name} {next(COUNT)}", type, (n_in, n_out), ResidentWeight(matrix.planes[0], layout))
 
     def normed(self, x, name):
         x = x.astype(np.float64)
