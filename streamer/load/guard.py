@@ -10,13 +10,16 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 from streamer.transfer.base import PAGE_NBYTES, Source
 
 _PROT_READ, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 0x1, 0x02, 0x10, 0x20
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+Handler = Callable[[int, FrameType | None], Any] | int | None  # as the signal module has them
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -25,24 +28,47 @@ _libc.mmap.argtypes = (
 )  # fmt: skip
 
 
-@contextmanager
-def guard_mappings(mappings: Sequence[Source]) -> Iterator[bool]:
-    """While inside, a mapping whose file shrinks is repaired. Yields whether so: only in the main thread."""
-    if threading.current_thread() is not threading.main_thread() or not mappings:
-        yield False
-        return
-    previous = signal.getsignal(signal.SIGBUS)
+class MappingGuard:
+    """`watch` and `close` belong to the main thread, `forget` to whoever closes the mappings."""
 
-    def handle(number: int, frame: object) -> None:
-        if not any([repair(mapping) for mapping in mappings]):
-            # not ours: the next turn of the faulting instruction gets whatever was there before
-            signal.signal(signal.SIGBUS, previous if previous is not None else signal.SIG_DFL)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # never held by the main thread outside the handler
+        self._sources: list[Source] = []
+        self._previous: Handler = None
+        self._is_installed = self._is_repairing = False
 
-    signal.signal(signal.SIGBUS, handle)
-    try:
-        yield True
-    finally:
-        signal.signal(signal.SIGBUS, previous if previous is not None else signal.SIG_DFL)
+    def watch(self, sources: Sequence[Source]) -> bool:
+        """From now on a mapping whose file shrinks is repaired. False outside the main thread: it is not."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._sources = list(sources)
+        self._previous = signal.signal(signal.SIGBUS, self._handle)
+        self._is_installed = True
+        return True
+
+    def forget(self) -> None:
+        """The mappings are about to be closed; nothing copies from them any more."""
+        with self._lock:
+            self._sources.clear()
+
+    def close(self) -> None:
+        """Put back what handled the signal before; nothing copies from the mappings any more."""
+        if self._is_installed:
+            self._is_installed = False
+            previous = self._previous if self._previous is not None else signal.SIG_DFL
+            signal.signal(signal.SIGBUS, previous)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self._is_repairing:
+            return  # the copying thread faults on until the repair is done: this call is inside it
+        self._is_repairing = True
+        try:
+            with self._lock:
+                repaired = [repair(source) for source in self._sources]
+        finally:
+            self._is_repairing = False
+        if not any(repaired):
+            self.close()  # not ours: the next turn of the faulting instruction meets what was there before
 
 
 def repair(mapping: Source) -> bool:

@@ -17,7 +17,7 @@ from streamer.gguf.directory import Directory, Shard
 from streamer.gguf.mapping import Mapping
 from streamer.load.channel import Aborted
 from streamer.load.checks import check_norms
-from streamer.load.guard import guard_mappings
+from streamer.load.guard import MappingGuard
 from streamer.load.halt import Halt
 from streamer.load.landing import Finisher, Landing
 from streamer.load.stages import Allocator, Settler
@@ -50,6 +50,7 @@ class _Load:
     sources: list[Source]
     owns_sources: bool
     halt: Halt = field(default_factory=Halt)
+    guard: MappingGuard = field(default_factory=MappingGuard)
     uploads: list[Stream] = field(default_factory=list)
     settling: list[Stream] = field(default_factory=list)
     landing_buffer: Buffer | None = None
@@ -152,6 +153,7 @@ class _Load:
             steps.append(self.landing_buffer.close)
         if failed:
             steps.append(self.weights.close)
+        steps.append(self.guard.forget)  # the streams are drained: nothing reads the mappings now
         if self.owns_sources:
             steps += [source.close for source in self.sources]
             self.sources = []  # a failure of this very closing is undone without them
@@ -238,17 +240,18 @@ async def load(
             if cause is error:
                 raise
             raise cause from None
+        finally:
+            job.guard.close()
     return job.weights
 
 
 async def _carry_out(job: _Load, executor: ThreadPoolExecutor) -> None:
     """Run the threads to their end, all inside one TaskGroup."""
-    with guard_mappings(job.sources) as is_safe:
-        bodies = job.start(is_safe)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_in_thread(executor, job.halt, body)) for body in bodies]
-            while not all(task.done() for task in tasks):
-                await asyncio.wait(tasks, timeout=TICK_S)
+    bodies = job.start(job.guard.watch(job.sources))
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_in_thread(executor, job.halt, body)) for body in bodies]
+        while not all(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=TICK_S)
 
 
 async def _in_thread(executor: ThreadPoolExecutor, halt: Halt, body: Callable[[], None]) -> None:
@@ -276,7 +279,7 @@ async def _settled(future: asyncio.Future[Any]) -> None:
     """Wait for a thread's end, through any cancellation: it holds memory that others are about to free."""
     while not future.done():
         try:
-            await asyncio.wait([future])
+            await asyncio.wait([future], timeout=TICK_S)
         except asyncio.CancelledError:
             continue  # told already: the caller raises once this is over
     if not future.cancelled():

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from streamer.device.base import CopyKind, Device, Event, Registration
 from streamer.errors import DeviceError, GgufdError
 from streamer.transfer.base import MIB, PAGE_NBYTES, Move, Origin, Run, Source, TransferStatistics
-from streamer.transfer.slots import checksum_at
+from streamer.transfer.slots import checksum_of_mapping
 from streamer.transfer.source_policy import PROBE_NBYTES
 
 WINDOW_NBYTES = 64 * MIB
@@ -104,7 +104,9 @@ class RegisteredWindow:
             event = window.event = stream.record()
             done += part
         assert event is not None, "chunks are not empty"
-        checksum = checksum_at(source.address + chunk.file_offset, chunk.nbytes) if run.checksum else None
+        checksum = (
+            checksum_of_mapping(source.address + chunk.file_offset, chunk.nbytes) if run.checksum else None
+        )
         run.hooks.submitted(move, 0, Origin.PAGE_CACHE if cached else Origin.STORAGE, checksum)
         return event
 

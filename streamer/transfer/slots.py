@@ -4,6 +4,8 @@ import ctypes
 import logging
 import threading
 
+import numpy as np
+
 from streamer.device.base import Device, Event, PinnedBuffer
 from streamer.device.checksum import checksum_reference
 from streamer.errors import DeviceMemoryError, GgufdError
@@ -99,3 +101,14 @@ class SlotPool:
 def checksum_at(address: int, nbytes: int) -> int:
     """Checksum of host memory, without a copy."""
     return checksum_reference(memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"))
+
+
+def checksum_of_mapping(address: int, nbytes: int) -> int:
+    """Checksum of mapped file bytes through a private copy of them.
+
+    numpy may read with the interpreter lock held, and a page that a truncation took away would then never be
+    repaired (load/guard.py); memmove runs without it.
+    """
+    copy = np.empty(nbytes, dtype=np.uint8)
+    ctypes.memmove(copy.ctypes.data, address, nbytes)
+    return checksum_reference(copy.data)

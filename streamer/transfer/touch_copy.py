@@ -12,7 +12,7 @@ from streamer.device.base import Capabilities, Device
 from streamer.errors import GgufdError
 from streamer.transfer.base import Move, Run, TransferStatistics
 from streamer.transfer.pinned_ring import upload_from
-from streamer.transfer.slots import Slot, SlotPool, checksum_at
+from streamer.transfer.slots import Slot, SlotPool, checksum_at, checksum_of_mapping
 from streamer.transfer.source_policy import Way, choose_way, fill
 
 PROBE_CHUNKS = 2  # of each path, after one to warm up; smaller than PROBE_NBYTES do not count
@@ -134,7 +134,8 @@ class TouchCopy:
                 address = source.address + chunk.file_offset
             else:
                 address = slot.address + fill(way, source, chunk, slot.address)
-        checksum = checksum_at(address, chunk.nbytes) if run.checksum else None
+        take = checksum_of_mapping if direct else checksum_at
+        checksum = take(address, chunk.nbytes) if run.checksum else None
         upload_from(slot, move, address, worker, run)
         run.hooks.submitted(move, worker % len(run.streams), way.origin, checksum)
         if probing:
