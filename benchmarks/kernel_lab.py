@@ -9,6 +9,7 @@ from typing import Any
 from streamer.device.cuda import CudaDevice
 from streamer.gguf.quants import QuantType
 from streamer.kernels.compile import compile_source
+from streamer.kernels.cublas import ProductShape
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.cuda_matmul import CudaMatmul, ResidentWeight
 from streamer.kernels.launch import Kernel, KernelStore
@@ -218,3 +219,17 @@ class Lab:
         seconds = self.seconds(launch)
         self.free()
         return nbytes / seconds
+
+    def bf16_roofline(self, n: int = 8192) -> float:
+        """Operations a second of an n x n x n bf16 product by cuBLASLt on random data."""
+        x, w = self.bf16(n, n), self.bf16(n, n)
+        out = self.bytes(2 * n * n)
+        shape = ProductShape(n, n, n, n, "bf16")
+        blas = self.matmul.blas()
+        seconds = self.seconds(lambda: blas.multiply(shape, x.address, w.address, out, stream=self.handle))
+        self.free()
+        return 2.0 * n**3 / seconds
+
+    def close(self) -> None:
+        self.free()
+        self.matmul.close()
