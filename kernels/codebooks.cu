@@ -153,7 +153,7 @@ struct NVFP4 {
         for (int j = 0; j < 8; j++) {
             const u32 code = (b[4 + 8 * (i >> 1) + j] >> (4 * (i & 1))) & 15;
             const float value = (float)((0xC8643210u >> (4 * (code & 7))) & 15);  // 0 1 2 3 4 6 8 12
-            v[j] = d * (code & 8 ? -value : value);
+            v[j] = d * (code > 8 ? -value : value);  // code 8 is plain zero
         }
     }
 };

@@ -214,7 +214,7 @@ def quantize_reference(x: np.ndarray, nbytes: int) -> tuple[np.ndarray, ...]:
     lo = q - 256 * hi if nbytes == 2 else np.zeros_like(q)
     sums = (q.reshape(len(x), -1, 2, 16).sum(axis=-1).astype(np.float32) * scale).reshape(len(x), -1)
     values = (q.astype(np.float64) * scale).reshape(x.shape)
-    return hi.astype(np.int8), lo.astype(np.int8), scale[..., 0], sums, values
+    return hi.astype(np.int8).reshape(x.shape), lo.astype(np.int8).reshape(x.shape), scale[..., 0], sums, values
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
