@@ -166,8 +166,8 @@ def test_invariant_8_uploads_run_in_execution_order_with_an_event_a_layer(tmp_pa
 def test_upload_overlaps_the_other_stages(tmp_path, strategy: str) -> None:
     """Under a simulated 100 MB/s link the wall time is that of the slowest stage alone, within a tenth.
 
-    Real time on a shared machine: whoever takes both cores for longer than the slots last spoils a run, so the
-    best of three counts.
+    Real time on a shared machine: whoever takes both cores for longer than the slots last spoils a run, so
+    the best of three counts.
     """
     rate, nbytes = 100e6, 32 * MIB
     model = build(tmp_path, [Piece(MIB, layer=i // 4) for i in range(32)], chunk_nbytes=MIB // 2)
