@@ -33,6 +33,7 @@ from streamer.kernels.ops import (
 )
 from streamer.kernels.rope import Complex64s, inverse_frequencies, rope_reference, rotations
 
+PIECE_ROWS = 64  # of a prompt's attention, computed by one thread
 FEW_ROWS = 8  # up to here the delta rule goes token by token; chunks cost more to set up
 
 
@@ -179,23 +180,46 @@ class HostOps:
         softcap: float | None = None,
         gate: Float32s | None = None,
     ) -> Float32s:
-        def attend(view: SpanView) -> Float32s:
-            keys, first = sequence_view(self._keys[layer], view, self._page_size, sliding_window)
-            values, _ = sequence_view(self._values[layer], view, self._page_size, sliding_window)
-            return attention_reference(
-                q[view.rows],
-                keys,
-                values,
+        out = np.empty((len(q), n_heads * self._values[layer].shape[-1]), np.float32)
+        for view in self._batch.spans:
+            self._attend(q, out, view, layer, scale, sliding_window, softcap)
+        if gate is not None:
+            out *= sigmoid_reference(gate).reshape(out.shape)
+        return out
+
+    def _attend(
+        self,
+        q: Float32s,
+        out: Float32s,
+        view: SpanView,
+        layer: int,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """One sequence's rows of `out`; a long prompt's are cut among the team."""
+        keys, first = sequence_view(self._keys[layer], view, self._page_size, sliding_window)
+        values, _ = sequence_view(self._values[layer], view, self._page_size, sliding_window)
+        begin, end = view.rows.start, view.rows.stop
+
+        def attend(piece: int) -> None:
+            start = begin + piece * PIECE_ROWS
+            stop = min(start + PIECE_ROWS, end)
+            visible = keys.shape[1] - (end - stop)
+            out[start:stop] = attention_reference(
+                q[start:stop],
+                keys[:, :visible],
+                values[:, :visible],
                 scale=scale,
                 first_key=first,
                 sliding_window=sliding_window,
                 softcap=softcap,
             )
 
-        out = for_each_span(self._batch, attend)
-        if gate is not None:
-            out *= sigmoid_reference(gate).reshape(out.shape)
-        return out
+        if end - begin <= PIECE_ROWS:
+            attend(0)
+        else:
+            self._products.team.run(-(-(end - begin) // PIECE_ROWS), attend)
 
     # ---- feed-forwards -------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from streamer.gguf.quants import dequantize
 from streamer.kernels.matmul import BLOCK, blocks_of, write_rows
 from streamer.kernels.ops import Float32s, Linear, Weight
 
-ROWS_NBYTES = 8 << 20  # float32 bytes dequantized at once: bounds the arithmetic's temporaries
+ROWS_NBYTES = 1 << 19  # float32 bytes dequantized at once: temporaries stay in the cache
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Place:
     offset: int
     shape: tuple[int, ...]  # of the blocks (matrix: of the whole group's), or the vector's length
     first_row: int = 0
+    n_rows: int = 0  # of the whole group
 
 
 def stays_raw(tensors: Iterable[TensorInfo]) -> frozenset[str]:
@@ -79,9 +80,9 @@ def place_weights(tensors: Sequence[TensorInfo]) -> tuple[dict[str, Place], int]
     for _, members in itertools.groupby(prepared, key=_group):
         group = [tensor for _, tensor in members]
         shape = _blocks_shape(group)
-        first_row = 0
+        first_row, n_rows = 0, sum(tensor.shape[-1] for tensor in group)
         for tensor in group:
-            places[tensor.name] = Place(offset, shape, first_row)
+            places[tensor.name] = Place(offset, shape, first_row, n_rows)
             first_row += tensor.shape[-1]
         offset += int(np.prod(shape, dtype=np.int64))
     return places, offset
@@ -155,9 +156,8 @@ class HostWeights:
     @staticmethod
     def _clear_padding(place: Place, blocks: Float32s, tensor: TensorInfo) -> None:
         """Lanes behind the group's last row: multiplied like the others, so nothing strange may lie there."""
-        end = place.first_row + tensor.shape[1]
-        if blocks_of(end) == len(blocks):
-            blocks[-1, :, (end - 1) % BLOCK + 1 :] = 0
+        if place.first_row + tensor.shape[1] == place.n_rows:
+            blocks[-1, :, (place.n_rows - 1) % BLOCK + 1 :] = 0
 
     @property
     def weights(self) -> Mapping[str, Weight]:
@@ -204,11 +204,11 @@ def joined_bias(linears: Sequence[Linear]) -> Float32s | None:
 def _dequantize_into(
     blocks: Float32s, first_row: int, tensor: TensorInfo, raw: npt.NDArray[np.uint8]
 ) -> None:
-    """By groups of rows: the numpy dequantizers need several times their result."""
+    """By groups of rows, each as one long row: the numpy dequantizers take short ones by sixteens."""
     n_in, n_rows = tensor.shape[0], tensor.shape[1]
     data = raw.reshape(n_rows, -1)
     step = max(BLOCK, ROWS_NBYTES // (4 * n_in) // BLOCK * BLOCK)
     for start in range(0, n_rows, step):
         part = data[start : start + step]
-        rows = dequantize(tensor.type, part.reshape(-1), (n_in, len(part)))
-        write_rows(blocks, first_row + start, rows)
+        values = dequantize(tensor.type, part.reshape(-1), (n_in * len(part),))
+        write_rows(blocks, first_row + start, values.reshape(len(part), n_in))

@@ -30,14 +30,15 @@ class RowSampling:
 def sample_reference(logits: Float32s, sampling: SamplingBatch, n_valid: int) -> StepResult:
     """Sample each row of logits (n, n_vocab). Ids >= n_valid (padding rows) are never sampled nor listed.
 
-    A row with a NaN or +inf, or with nothing finite left to choose, has finite False and id 0.
-    Log-probabilities count the padding rows' mass: they are the model's.
+    Fewer than `n_top` ids are listed where there are fewer. A row with a NaN or +inf, or with nothing finite
+    left to choose, has finite False and id 0. Log-probabilities count the padding rows' mass: they are the
+    model's.
     """
-    n = len(logits)
+    n, n_top = len(logits), min(sampling.n_top, n_valid)
     ids = np.zeros(n, np.int32)
     logprobs, targets = np.zeros(n, np.float32), np.zeros(n, np.float32)
-    top_ids = np.zeros((n, sampling.n_top), np.int32)
-    top_logprobs = np.zeros((n, sampling.n_top), np.float32)
+    top_ids = np.zeros((n, n_top), np.int32)
+    top_logprobs = np.zeros((n, n_top), np.float32)
     finite = np.zeros(n, np.bool_)
     with np.errstate(invalid="ignore", over="ignore"):
         for row in range(n):
@@ -53,8 +54,8 @@ def sample_reference(logits: Float32s, sampling: SamplingBatch, n_valid: int) ->
             target = int(sampling.target_ids[row])
             if target >= 0:
                 targets[row] = x[target] - total
-            if sampling.n_top:
-                top_ids[row] = descending(x[:n_valid], sampling.n_top)
+            if n_top:
+                top_ids[row] = descending(x[:n_valid], n_top)
                 top_logprobs[row] = x[top_ids[row]] - total
     return StepResult(ids, logprobs, targets, top_ids, top_logprobs, finite)
 

@@ -167,6 +167,11 @@ def test_some_minus_infinities_are_ordinary():
     assert result.ids[0] == 1
 
 
+def test_small_vocabulary_lists_what_it_has():
+    result = sample_reference(np.zeros((1, 8), np.float32), batch(n_top=20), 3)
+    assert result.top_ids.tolist() == [[0, 1, 2]]
+
+
 def test_descending_breaks_ties_by_id():
     x = np.array([1, 3, 3, 0, 3, 2], np.float32)
     assert descending(x, 2).tolist() == [1, 2]
