@@ -22,6 +22,11 @@ _JSON_OPTIONS: dict[str, Any] = {
     "lenient": False,
 }
 _NAME = re.compile(r"[\w.-]{1,64}")
+_PARAMETER = re.compile(r"[^<>\n]+")
+_FLAT_KEYS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    | {"title", "description", "$schema", "strict"}
+)
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
 
 
@@ -60,7 +65,9 @@ def tool_calls(
     form: ToolForm, tools: Sequence[Mapping[str, Any]], *, name: str | None = None, parallel: bool = True
 ) -> str:
     """Nothing but calls of `tools` in the model's own form. `name`: only that one (tool_choice)."""
-    functions = [tool.get("function", tool) for tool in tools]
+    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else tool for tool in tools]
+    if not all(isinstance(f, Mapping) for f in functions):
+        raise ClientError(400, "tools is no list of objects", param="tools")
     if name is not None:
         functions = [f for f in functions if f.get("name") == name]
         if not functions:
@@ -96,25 +103,25 @@ def _json_rules(form: ToolForm, functions: Sequence[Mapping[str, Any]]) -> list[
 def _xml_rules(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
-        schema = _parameters(function)
+        schema = _flat_parameters(function)
         required = set(schema.get("required") or ())
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = [_literal(f"<function={function['name']}>\n")]
         for k, (key, value) in enumerate((schema.get("properties") or {}).items()):
             rule = f"value_{i}_{k}"
-            rules.append(_xml_value(rule, value))
+            rules.append(_xml_value(rule, {**value, **definitions}))
             part = f"({_literal(f'<parameter={key}>')} {rule})"
             parts.append(part if key in required else part + "?")
         rules.append(f"call_{i}: {' '.join(parts)} {_literal('</function>')}")
     return rules
 
 
-def _xml_value(rule: str, schema: Any) -> str:
+def _xml_value(rule: str, schema: Mapping[str, Any]) -> str:
     end = "\n</parameter>\n"
-    schema = schema if isinstance(schema, Mapping) else {}
     if schema.get("type") == "string" and not schema.keys() & {"enum", "const", "pattern", "format"}:
         return f"{rule}[suffix={_literal(end)}]: /\\n(?s:.*)/"
     choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if choices and all(isinstance(c, str) for c in choices):
+    if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
         return f"{rule}: {_literal(chr(10))} ({' | '.join(map(_literal, choices))}) {_literal(end)}"
     return f"{rule}: {_literal(chr(10))} {_json(schema)} {_literal(end)}"
 
@@ -126,6 +133,22 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(parameters, Mapping):
         raise ClientError(400, "a tool's parameters are no JSON schema", param="tools")
     return parameters
+
+
+def _flat_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parameters that can be written one by one: nothing in the schema relates them to each other."""
+    schema = _parameters(function)
+    properties = schema.get("properties") or {}
+    unknown = schema.keys() - _FLAT_KEYS
+    if unknown or schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
+        what = f"the keywords {sorted(unknown)}" if unknown else "this type"
+        raise ClientError(400, f"a tool's parameters cannot have {what} with this model", param="tools")
+    if not all(isinstance(value, Mapping) and _PARAMETER.fullmatch(key) for key, value in properties.items()):
+        raise ClientError(400, "a tool's parameter has no usable name or schema", param="tools")
+    required = schema.get("required") or []
+    if not isinstance(required, list) or not all(isinstance(r, str) and r in properties for r in required):
+        raise ClientError(400, "a tool requires a parameter that it does not describe", param="tools")
+    return schema
 
 
 def _json(schema: Mapping[str, Any]) -> str:

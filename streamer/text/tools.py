@@ -93,9 +93,7 @@ class ToolCallParser:
         new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
     ) -> None:
         self._form, self._new_id = form, new_id
-        self._parameters = {
-            f["name"]: f.get("parameters") or {} for f in (t.get("function", t) for t in tools) if "name" in f
-        }
+        self._parameters = dict(map(_named_properties, tools))
         self._held = ""
         self._lead = ""  # what stood before the JSON that is being scanned
         self._blank = ""  # white space that is content only if content follows
@@ -116,7 +114,7 @@ class ToolCallParser:
         """The rest, once no more comes: a call that lacks only its closing tag counts."""
         read = _Read()
         held, self._held = self._held, ""
-        if held and not (self._called and not self._inside and not held.strip(_SEPARATORS)):
+        if self._inside or (held and not (self._called and not held.strip(_SEPARATORS))):
             calls = self._read_calls(held) if self._inside or self._scanner else []
             if calls:
                 self._add(read, calls)
@@ -227,7 +225,7 @@ class ToolCallParser:
         calls = []
         for match in re.finditer(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", text, re.DOTALL):
             name = match[1].strip()
-            properties = self._parameters.get(name, {}).get("properties") or {}
+            properties = self._parameters.get(name, {})
             arguments = {
                 key.strip(): _typed(value, properties.get(key.strip()))
                 for key, value in re.findall(
@@ -239,6 +237,14 @@ class ToolCallParser:
 
     def _call(self, name: str, arguments: dict[str, Any]) -> ToolCall:
         return ToolCall(self._new_id(), name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _named_properties(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """A tool's name and the schemas of its parameters, whatever its own schema looks like."""
+    function = tool.get("function", tool)
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return str(function.get("name")), properties if isinstance(properties, Mapping) else {}
 
 
 def _typed(text: str, schema: Any) -> Any:

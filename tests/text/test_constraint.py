@@ -169,6 +169,10 @@ def test_bad_regex_is_refused(factory: ConstraintFactory, pattern: str) -> None:
         ([], None),
         ([NOW], "other"),
         ([{"function": {"name": 5}}], None),
+        ([{"function": 5}], None),
+        ([5], None),
+        ([{"function": {"name": "x", "parameters": {"required": [[1]]}}}], None),
+        ([{"function": {"name": "x", "parameters": {"properties": {"a": {"enum": 5}}}}}], None),
         ([{"function": {"name": 'x"y'}}], None),
         ([{"function": {"name": "x", "parameters": 5}}], None),
         ([{"function": {"name": "x", "parameters": {"type": "objekt"}}}], None),
@@ -178,11 +182,40 @@ def test_bad_regex_is_refused(factory: ConstraintFactory, pattern: str) -> None:
 def test_tool_choice_that_cannot_be_enforced_is_refused(
     factory: ConstraintFactory, tools: list[Any], name: str | None, form: ToolForm
 ) -> None:
-    if form is CODER and tools and tools[0]["function"].get("parameters") == {"type": "objekt"}:
-        pytest.skip("its parameters are read one by one: there are none")
     with pytest.raises(ClientError) as caught:
         factory.compile(grammars.tool_calls(form, tools, name=name))
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]},
+        {"type": "object", "properties": {"a": 5}},
+        {"type": "object", "properties": {"a>b": {}}},
+        {"type": "object", "properties": {"a": {"type": "objekt"}}},
+        {"type": "object", "properties": {}, "required": ["a"]},
+        {"type": "object", "properties": 5},
+    ],
+)
+def test_xml_parameters_that_cannot_be_enforced_are_refused(
+    factory: ConstraintFactory, parameters: dict[str, Any]
+) -> None:
+    with pytest.raises(ClientError):
+        factory.compile(grammars.tool_calls(CODER, [{"function": {"name": "f", "parameters": parameters}}]))
+
+
+def test_xml_parameters_may_refer_to_definitions(factory: ConstraintFactory, smollm2: Tokenizer) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+        "required": ["a"],
+        "$defs": {"n": {"type": "integer"}},
+    }
+    grammar = grammars.tool_calls(CODER, [{"function": {"name": "f", "parameters": parameters}}])
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert accepts(factory, smollm2, grammar, text.format(5))
+    assert not accepts(factory, smollm2, grammar, text.format('"x"'))
 
 
 def test_mask_covers_the_logits_and_never_allows_padding(

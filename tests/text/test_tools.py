@@ -69,6 +69,7 @@ CASES: list[tuple[str, str, str, list[Any]]] = [
     ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}', "", [("now", {})]),
     ("hermes", "<tool_call>not json</tool_call> x", "<tool_call>not json</tool_call> x", []),
     ("hermes", "a <tool_ b <tool_call", "a <tool_ b <tool_call", []),
+    ("hermes", "<tool_call>", "<tool_call>", []),
     ("hermes", "just text \n", "just text \n", []),
     ("hermes", "", "", []),
     (
