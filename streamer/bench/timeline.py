@@ -1,8 +1,8 @@
 """The timeline picture of a load: an SVG with one row a lane, from the tracer's spans. Pure.
 
-Lanes go downwards by stage, time to the right; beside each lane its busy seconds and their share of the whole,
-below a legend with what each stage does. Neighbouring spans closer than half a pixel are drawn as one, so that a
-load of ten thousand chunks stays a small file.
+Lanes go downwards by stage, time to the right; beside each lane its busy seconds and their share of the
+whole, below a legend with what each stage does. Neighbouring spans closer than half a pixel are drawn as one,
+so that a load of ten thousand chunks stays a small file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -124,7 +124,8 @@ def _legend(lanes: Sequence[str], top: int) -> list[str]:
 def _text(
     x: float, y: float, text: str, *, size: int = 11, anchor: str = "start", fill: str = "#111111"
 ) -> str:
-    return f'<text x="{x:.1f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}">{escape(text)}</text>'
+    style = f'font-size="{size}" text-anchor="{anchor}" fill="{fill}"'
+    return f'<text x="{x:.1f}" y="{y:.0f}" {style}>{escape(text)}</text>'
 
 
 def _seconds(seconds: float) -> str:
