@@ -13,7 +13,7 @@ from streamer.kernels.cublas import ProductShape
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.cuda_matmul import CudaMatmul, ResidentWeight
 from streamer.kernels.launch import Kernel, KernelStore
-from streamer.kernels.matmul_launch import FLOATS, QuantizedRows, RowsParams
+from streamer.kernels.matmul_arguments import FLOATS, QuantizedRows, RowsParams
 from streamer.kernels.ops import Linear, Norm, Weight
 from streamer.plan.layouts import plane_offsets, resident_nbytes
 from streamer.plan.plan import Layout

@@ -23,15 +23,8 @@ from streamer.kernels.compile import architecture
 from streamer.kernels.cuda_array import Arena, DeviceArray
 from streamer.kernels.cuda_matmul import MatmulOptions, matrix_of
 from streamer.kernels.launch import KernelStore, ModuleSpec
-from streamer.kernels.matmul_launch import (
-    ROWS_MODULE,
-    GemvVariant,
-    NextRows,
-    Output,
-    QuantizedRows,
-    gemv_name,
-    product_modules,
-)
+from streamer.kernels.matmul_arguments import NextRows, Output, QuantizedRows
+from streamer.kernels.matmul_launch import ROWS_MODULE, GemvVariant, gemv_name, product_modules
 from streamer.kernels.ops import Activation, Linear
 from streamer.plan.layouts import resident_nbytes
 

@@ -13,33 +13,45 @@ launched: a dry run that counts the temporaries.
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from streamer.device.base import Buffer
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cublas import WORKSPACE_NBYTES, CublasLt, ProductShape
 from streamer.kernels.cuda_array import Arena, DeviceArray
+from streamer.kernels.cuda_fusion import NORMED_NBYTES, NormFusion
 from streamer.kernels.launch import KernelSource, ModuleSpec
-from streamer.kernels.matmul_launch import (
+from streamer.kernels.matmul_arguments import (
     ACTIVATIONS,
-    COUNTERS_NBYTES,
     MAX_MATRICES,
-    PARTIAL_NBYTES,
-    ROWS_MODULE,
     DeviceMatrix,
     NextRows,
     Output,
-    ProductLauncher,
     QuantizedRows,
     RowsParams,
     device_matrix,
+)
+from streamer.kernels.matmul_launch import (
+    COUNTERS_NBYTES,
+    PARTIAL_NBYTES,
+    ROWS_MODULE,
+    ProductLauncher,
     product_modules,
 )
 from streamer.kernels.ops import Activation, Linear, Norm, Weight
 from streamer.plan.plan import Layout
 
 SCRATCH_NBYTES = 192 << 20  # bf16 weights on their way to cuBLASLt
+# What `CudaMatmul` allocates for itself, in bytes, in this order.
+PARTS = {
+    "counters": COUNTERS_NBYTES,
+    "normed": NORMED_NBYTES,
+    "partial": PARTIAL_NBYTES,
+    "blas": WORKSPACE_NBYTES,
+    "weights": SCRATCH_NBYTES,
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class MatmulOptions:
         2  # of quantized activations: 1 is faster by little, 2 is as exact as bf16 never is
     )
     quantize_in_place: bool = True  # gate * up is quantized by the product that computes it
+    fuse_norms: bool = False  # norms are computed by the products before and after them (cuda_fusion.py)
 
 
 class Form(enum.Flag):
@@ -77,6 +90,7 @@ class Rows:
     quantized: QuantizedRows | None = None
     f32: DeviceArray | None = None
     bf16: DeviceArray | None = None
+    squares: tuple[int, float] | None = None  # of a norm not yet divided by: (address, epsilon)
 
 
 def needed_modules(types: Iterable[QuantType], options: MatmulOptions) -> list[ModuleSpec]:
@@ -91,7 +105,7 @@ def needed_modules(types: Iterable[QuantType], options: MatmulOptions) -> list[M
 
 def matmul_nbytes() -> int:
     """Device bytes `CudaMatmul` allocates for itself, beside the arena's temporaries."""
-    return COUNTERS_NBYTES + PARTIAL_NBYTES + WORKSPACE_NBYTES + SCRATCH_NBYTES
+    return sum(PARTS.values())
 
 
 def matrix_of(weight: Weight) -> DeviceMatrix:
@@ -103,23 +117,6 @@ def matrix_of(weight: Weight) -> DeviceMatrix:
     return device_matrix(type, weight.handle.address, n_in, n_out)
 
 
-@dataclass
-class _Scratch:
-    """Where the parts of the buffer lie."""
-
-    base: int
-    counters: int = field(init=False)
-    partial: int = field(init=False)
-    blas: int = field(init=False)
-    weights: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.counters = self.base
-        self.partial = self.counters + COUNTERS_NBYTES
-        self.blas = self.partial + PARTIAL_NBYTES
-        self.weights = self.blas + WORKSPACE_NBYTES
-
-
 class CudaMatmul:
     """The matrix side of `CudaOps`. Owns one scratch buffer; launches from one thread, on one stream."""
 
@@ -127,14 +124,16 @@ class CudaMatmul:
         """`device` a CudaDevice. Allocates `matmul_nbytes()`."""
         self.options = options or MatmulOptions()
         self._buffer: Buffer = device.allocate(matmul_nbytes(), what="matrix product scratch")
-        self._scratch = _Scratch(self._buffer.handle)
+        starts = (self._buffer.handle + at for at in accumulate((0, *PARTS.values())))
+        self._parts = dict(zip(PARTS, starts, strict=False))
         self._zero(device)
         self.launcher = ProductLauncher(
             store,
-            counters=self._scratch.counters,
-            partial=self._scratch.partial,
+            counters=self._parts["counters"],
+            partial=self._parts["partial"],
             multiprocessors=device.capabilities.multiprocessors,
         )
+        self._fusion = NormFusion(self._parts["normed"], activation_bytes=self.options.activation_bytes)
         self._blas: CublasLt | None = None
         self._matrices: dict[str, DeviceMatrix] = {}
         self._arena = Arena(0, None)
@@ -149,6 +148,7 @@ class CudaMatmul:
     def begin(self, arena: Arena, *, stream: int) -> None:
         """Temporaries of the following calls come from `arena`; without capacity it only counts."""
         self._arena, self._stream = arena, stream
+        self._fusion.begin()
 
     # ---- operators: see streamer.kernels.ops.Ops ---------------------------------------------------------
 
@@ -197,8 +197,6 @@ class CudaMatmul:
         rows = self._prepare(x, [output.weight], norm=norm)
         self._project(rows, [self._output(output, logits)])
 
-    # ---- choosing ----------------------------------------------------------------------------------------
-
     def matrix(self, weight: Weight) -> DeviceMatrix:
         found = self._matrices.get(weight.name)
         if found is None:
@@ -215,8 +213,6 @@ class CudaMatmul:
     def _is_live(self) -> bool:
         return self._arena.capacity is not None
 
-    # ---- activations -------------------------------------------------------------------------------------
-
     def _prepare(
         self,
         x: DeviceArray,
@@ -231,6 +227,11 @@ class CudaMatmul:
         for weight in weights:
             forms |= self.form(self.matrix(weight), x.rows)
         rows = Rows(x.rows, x.columns)
+        if norm is not None:
+            deferred = self._fusion.taken(x, norm)
+            if deferred is not None and forms == Form.QUANTIZED:
+                rows.quantized, rows.squares = deferred.rows, (deferred.squares, norm.epsilon)
+                return rows
         if forms == Form.F32 and norm is None and up is None and x.row_stride == x.columns:
             rows.f32 = x
             return rows
@@ -265,8 +266,6 @@ class CudaMatmul:
         scale = self._arena.take(n_tokens, n_in // 32).address
         return QuantizedRows(hi, lo, scale, self._arena.take(n_tokens, n_in // 16).address)
 
-    # ---- products ----------------------------------------------------------------------------------------
-
     def _output(self, projection: Linear, out: DeviceArray, residual: int = 0) -> Output:
         bias = projection.bias.handle.address if projection.bias is not None else 0
         return Output(self.matrix(projection.weight), out, bias, residual)
@@ -274,8 +273,13 @@ class CudaMatmul:
     def _add(
         self, rows: Rows, projection: Linear, residual: DeviceArray, post_norm: Norm | None
     ) -> DeviceArray:
+        norm = self._fusion.added(residual)
         if post_norm is None:
-            self._project(rows, [self._output(projection, residual, residual.address)])
+            output = self._output(projection, residual, residual.address)
+            if norm is not None and self._leaves_norm(rows, output):
+                self._gemv(rows, [output], following=self._fusion.next_rows(norm, residual))
+            else:
+                self._project(rows, [output])
             return residual
         y = self._arena.take(rows.n_tokens, projection.n_out)
         self._project(rows, [self._output(projection, y)])
@@ -284,6 +288,12 @@ class CudaMatmul:
         params.post, params.post_epsilon = post_norm.weight.handle.address, post_norm.epsilon
         self._launch_rows(params)
         return residual
+
+    def _leaves_norm(self, rows: Rows, output: Output) -> bool:
+        """Whether an addition can quantize its result for the norm that follows."""
+        quantized = self.form(output.matrix, rows.n_tokens) is Form.QUANTIZED
+        contiguous = output.out.row_stride == output.out.columns and output.matrix.n_out % 32 == 0
+        return self.options.fuse_norms and quantized and contiguous
 
     def _gated(self, rows: Rows, gate: Linear, up: Linear, down: Linear, activation: Activation) -> Rows:
         """act(gate) * up, ready for down: in one launch where gate and up have one type."""
@@ -306,7 +316,8 @@ class CudaMatmul:
             return Rows(n, width, bf16=hidden) if direct else self._prepare(hidden, [down.weight])
         in_place = self.options.quantize_in_place and wanted is Form.QUANTIZED and form is Form.QUANTIZED
         following = self._take_quantized(n, width) if in_place else None
-        self._gemv(rows, outputs, activation=activation, following=following)
+        leaving = NextRows(following) if following is not None else None
+        self._gemv(rows, outputs, activation=activation, following=leaving)
         return Rows(n, width, quantized=following) if in_place else self._prepare(hidden, [down.weight])
 
     def _project(self, rows: Rows, outputs: Sequence[Output]) -> None:
@@ -337,14 +348,19 @@ class CudaMatmul:
         outputs: list[Output],
         *,
         activation: Activation | None = None,
-        following: QuantizedRows | None = None,
+        following: NextRows | None = None,
     ) -> None:
         x = rows.f32 if outputs[0].matrix.is_float else rows.quantized
         assert x is not None
         if self._is_live:
-            next_rows = NextRows(following) if following is not None else None
             self.launcher.gemv(
-                outputs, x, rows.n_tokens, stream=self._stream, activation=activation, next_rows=next_rows
+                outputs,
+                x,
+                rows.n_tokens,
+                stream=self._stream,
+                activation=activation,
+                squares=rows.squares,
+                next_rows=following,
             )
 
     def _multiply_dequantized(self, output: Output, x: DeviceArray) -> None:
@@ -358,7 +374,7 @@ class CudaMatmul:
             n_out = min(n_slice, matrix.n_out - first)
             weights = matrix.planes[0]
             if matrix.type is not QuantType.BF16:
-                weights = self._scratch.weights
+                weights = self._parts["weights"]
                 self.launcher.dequantize(matrix, weights, first, n_out, stream=self._stream)
             shape = ProductShape(x.rows, matrix.n_in, n_out, out.row_stride, out.dtype, bool(output.bias))
             self.blas().multiply(
@@ -374,7 +390,7 @@ class CudaMatmul:
     def blas(self) -> CublasLt:
         """The library, opened at first use (`warm` does it before READY)."""
         if self._blas is None:
-            self._blas = CublasLt(workspace=self._scratch.blas)
+            self._blas = CublasLt(workspace=self._parts["blas"])
         return self._blas
 
     def _zero(self, device: Any) -> None:

@@ -1,4 +1,4 @@
-"""Launches of the product kernels: argument blocks and geometry. What to launch when: cuda_matmul.py.
+"""Launches of the product kernels, and their geometry. What to launch when: cuda_matmul.py.
 
 Geometry is pure. All launches go to a given stream, allocate nothing, may be captured, and carry programmatic
 dependent launch: a kernel reads weights before, activations only after its predecessor has ended.
@@ -12,10 +12,23 @@ from typing import Any
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.launch import KernelSource, ModuleSpec
+from streamer.kernels.matmul_arguments import (
+    ACTIVATIONS,
+    FLOATS,
+    MAX_MATRICES,
+    DequantizeParams,
+    DeviceMatrix,
+    EmbedParams,
+    GemvParams,
+    MmaParams,
+    NextRows,
+    Output,
+    QuantizedRows,
+    RowsParams,
+)
 from streamer.kernels.ops import Activation
-from streamer.plan.layouts import PLANES, plane_offsets
+from streamer.plan.layouts import PLANES
 
-MAX_MATRICES = 4
 GEMV_TOKENS = (1, 2, 4, 8)
 GEMV_ROWS = 2  # rows a group takes at once
 DIRECT_TOKENS = 16  # most tokens of mma_direct
@@ -23,142 +36,12 @@ STAGE = 256  # elements of K a stage of mma_tiled holds
 PITCH = 2 * STAGE + 16
 COUNTERS_NBYTES = 1 << 17
 PARTIAL_NBYTES = 32 << 20  # sums of mma_tiled's splits of K
-FLOATS = frozenset({QuantType.F32, QuantType.F16, QuantType.BF16})
-ACTIVATIONS = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 
 # Elements of a chunk (quants.cuh): what one lane takes at a time.
 CHUNK = {t: 16 if t in FLOATS or t is QuantType.Q8_0 else 32 for t in (*PLANES, *FLOATS)} | {
     QuantType.Q2_K: 64,
     QuantType.Q3_K: 64,
 }
-
-
-@dataclass(frozen=True)
-class DeviceMatrix:
-    """A resident weight as the kernels read it: n_out rows of n_in, in planes or (floats) as in the file."""
-
-    type: QuantType
-    n_in: int
-    n_out: int
-    planes: tuple[int, ...]  # addresses
-
-    @property
-    def is_float(self) -> bool:
-        return self.type in FLOATS
-
-
-def device_matrix(type: QuantType, address: int, n_in: int, n_out: int) -> DeviceMatrix:
-    """The matrix at `address`; `n_out` counts all rows of a stack of matrices."""
-    offsets = (0,) if type in FLOATS else plane_offsets(type, n_in * n_out)
-    return DeviceMatrix(type, n_in, n_out, tuple(address + offset for offset in offsets))
-
-
-@dataclass(frozen=True)
-class QuantizedRows:
-    """Activations as dp4a takes them (linear.cuh): addresses. `lo` 0: 8 bits, else 16."""
-
-    hi: int
-    lo: int
-    scale: int
-    sum: int
-
-    @property
-    def argument(self) -> "QuantizedArgument":
-        return QuantizedArgument(self.hi, self.lo, self.scale, self.sum)
-
-
-@dataclass(frozen=True)
-class Output:
-    """One matrix of a launch and where its results go: (n_tokens, n_out) f32 or bf16."""
-
-    matrix: DeviceMatrix
-    out: DeviceArray
-    bias: int = 0  # address of (n_out,) f32
-    residual: int = 0  # address, laid out as `out`
-
-
-@dataclass(frozen=True)
-class NextRows:
-    """Quantize what the launch computed, for the next product; `norm`: its RMS norm's weight (address)."""
-
-    to: QuantizedRows
-    norm: int = 0
-    squares: int = 0  # (n_tokens, n_out / 32) f32, with `norm`
-
-
-# ---- argument blocks: the structs of the .cu files -----------------------------------------------
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("p0", "p1", "p2", "p3", "out", "bias", "residual")),
-        *((name, ctypes.c_int32) for name in ("rows", "first_tile", "out_stride", "pad")),
-    )
-
-
-class QuantizedArgument(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("hi", "lo", "scale", "sum"))
-
-
-class GemvParams(ctypes.Structure):
-    """gemv.cu"""
-
-    _fields_ = (
-        ("matrices", _Matrix * MAX_MATRICES),
-        ("x", QuantizedArgument),
-        ("x_float", ctypes.c_uint64),
-        ("squares", ctypes.c_uint64),
-        ("next", QuantizedArgument),
-        *((name, ctypes.c_uint64) for name in ("next_norm", "next_squares", "counters")),
-        ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("n_matrices", "n_tokens", "K", "log_threads", "activation")),
-    )
-
-
-class MmaParams(ctypes.Structure):
-    """mma.cuh"""
-
-    _fields_ = (
-        ("matrices", _Matrix * MAX_MATRICES),
-        *((name, ctypes.c_uint64) for name in ("x", "partial", "counters")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("n_matrices", "n_tokens", "K", "activation", "out_bf16", "n_splits")
-        ),
-    )
-
-
-class RowsParams(ctypes.Structure):
-    """quantize.cu"""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "up", "residual", "post", "updated", "weight")),
-        ("to", QuantizedArgument),
-        *((name, ctypes.c_uint64) for name in ("out", "out_bf16")),
-        *((name, ctypes.c_float) for name in ("post_epsilon", "epsilon")),
-        *((name, ctypes.c_int32) for name in ("K", "x_stride", "activation", "n_tokens")),
-    )
-
-
-class DequantizeParams(ctypes.Structure):
-    """dequantize.cu"""
-
-    _fields_ = (
-        ("planes", ctypes.c_uint64 * 4),
-        ("out", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("first_row", "n_rows", "K")),
-    )
-
-
-class EmbedParams(ctypes.Structure):
-    """dequantize.cu"""
-
-    _fields_ = (
-        ("planes", ctypes.c_uint64 * 4),
-        *((name, ctypes.c_uint64) for name in ("out", "ids", "last_ids", "slots")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("n_ids", "K")),
-    )
 
 
 # ---- geometry: pure ------------------------------------------------------------------------------

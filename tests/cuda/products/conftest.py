@@ -14,14 +14,8 @@ from streamer.kernels.compile import architecture
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.cuda_matmul import CudaMatmul
 from streamer.kernels.launch import KernelStore
-from streamer.kernels.matmul_launch import (
-    FLOATS,
-    ROWS_MODULE,
-    DeviceMatrix,
-    QuantizedRows,
-    device_matrix,
-    product_modules,
-)
+from streamer.kernels.matmul_arguments import FLOATS, DeviceMatrix, QuantizedRows, device_matrix
+from streamer.kernels.matmul_launch import ROWS_MODULE, product_modules
 from streamer.kernels.planes import WeightLayouter
 from streamer.plan.layouts import PLANES, resident_nbytes
 from streamer.plan.plan import Layout
@@ -214,7 +208,13 @@ def quantize_reference(x: np.ndarray, nbytes: int) -> tuple[np.ndarray, ...]:
     lo = q - 256 * hi if nbytes == 2 else np.zeros_like(q)
     sums = (q.reshape(len(x), -1, 2, 16).sum(axis=-1).astype(np.float32) * scale).reshape(len(x), -1)
     values = (q.astype(np.float64) * scale).reshape(x.shape)
-    return hi.astype(np.int8).reshape(x.shape), lo.astype(np.int8).reshape(x.shape), scale[..., 0], sums, values
+    return (
+        hi.astype(np.int8).reshape(x.shape),
+        lo.astype(np.int8).reshape(x.shape),
+        scale[..., 0],
+        sums,
+        values,
+    )
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:

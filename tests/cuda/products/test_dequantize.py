@@ -5,7 +5,7 @@ import pytest
 
 from streamer.gguf.quants import dequantize
 from streamer.kernels.cuda_array import DeviceArray
-from streamer.kernels.matmul_launch import FLOATS, device_matrix
+from streamer.kernels.matmul_arguments import FLOATS, device_matrix
 from streamer.kernels.planes import CODEBOOKS, planes_reference
 from streamer.plan.layouts import PLANES, plane_offsets, resident_nbytes
 from streamer.plan.plan import Layout

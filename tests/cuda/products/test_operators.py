@@ -7,7 +7,7 @@ import pytest
 
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cuda_array import Arena
-from streamer.kernels.cuda_matmul import ResidentWeight
+from streamer.kernels.cuda_matmul import CudaMatmul, MatmulOptions, ResidentWeight
 from streamer.kernels.ops import Activation, Linear, Norm, Weight
 from streamer.plan.plan import Layout
 
@@ -60,6 +60,7 @@ class Layer:
 PLAIN = (Q.Q8_0,) * 7
 MIXED = (Q.Q5_K, Q.Q5_K, Q.Q6_K, Q.BF16, Q.Q4_K, Q.Q4_K, Q.Q6_K)
 ODD = (Q.F16, Q.Q4_1, Q.F32, Q.IQ4_XS, Q.Q5_0, Q.Q8_0, Q.F16)
+QUANTS = (Q.Q4_K, Q.Q4_K, Q.Q6_K, Q.Q4_K, Q.Q5_K, Q.Q5_K, Q.Q8_0)
 EVERY = pytest.mark.parametrize("types", [PLAIN, MIXED, ODD], ids=["q8_0", "mixed", "odd"])
 TOKENS = pytest.mark.parametrize("n_tokens", [1, 2, 3, 16, 20, 64, 130, 200])
 
@@ -174,3 +175,41 @@ def test_captured_launches_replay(products, types, n_tokens):
     driver.call("cuGraphExecDestroy", executable)
     driver.call("cuGraphDestroy", graph)
     assert (replayed == eager).all()
+
+
+@pytest.mark.parametrize("types", [PLAIN, QUANTS], ids=["q8_0", "mixed"])
+@pytest.mark.parametrize("n_tokens", [1, 2])
+def test_norms_inside_products_change_rounding_only(products, types, n_tokens):
+    """Norms as launches of their own, and inside the products: the second run uses what the first learned."""
+    layers = [Layer(products, types) for _ in range(2)]
+    start, a = (
+        products.activations(n_tokens, N_EMBD, 6),
+        products.f32(products.activations(n_tokens, N_EMBD, 7)),
+    )
+    place = arena(products)
+
+    def forward(matmul):
+        x = products.f32(start)
+        matmul.begin(place, stream=products.stream.handle)
+        for layer in layers:
+            place.reset()
+            linear = layer.linear
+            q, _, _ = matmul.norm_project(x, layer.norms["attention"], [linear[n] for n in ("q", "k", "v")])
+            matmul.project_add(q, linear["o"], x, post_norm=None)
+            matmul.project_add(a, linear["o"], x, post_norm=None)
+            place.reset()
+            linears = [linear[n] for n in ("gate", "up", "down")]
+            norm = layer.norms["feed_forward"]
+            matmul.gated_feed_forward(x, norm, *linears, activation=Activation.SILU, post_norm=None)
+        return products.read(x)
+
+    plain = forward(products.matmul)
+    fused = CudaMatmul(products.device, products.store, MatmulOptions(fuse_norms=True))
+    try:
+        runs = [forward(fused) for _ in range(3)]
+    finally:
+        products.stream.sync()
+        fused.close()
+    assert products.nmse(runs[0], plain.astype(np.float64)) <= 1e-6
+    assert (runs[1] == runs[2]).all()
+    assert products.nmse(runs[1], plain.astype(np.float64)) <= 1e-6

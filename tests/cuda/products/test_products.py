@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from streamer.gguf.quants import QuantType
-from streamer.kernels.matmul_launch import FLOATS, GemvVariant, NextRows, Output, QuantizedRows
+from streamer.kernels.matmul_arguments import FLOATS, NextRows, Output, QuantizedRows
+from streamer.kernels.matmul_launch import GemvVariant
 from streamer.kernels.ops import Activation
 from streamer.plan.layouts import PLANES
 

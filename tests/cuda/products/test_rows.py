@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from streamer.kernels.cuda_array import DeviceArray
-from streamer.kernels.matmul_launch import ACTIVATIONS, QuantizedRows, RowsParams
+from streamer.kernels.matmul_arguments import ACTIVATIONS, QuantizedRows, RowsParams
 from streamer.kernels.ops import Activation
 
 pytestmark = pytest.mark.cuda
