@@ -71,7 +71,7 @@ class Ledger:
         self._open: list[int] = []  # by segment: weights not yet resident
         self._layers: dict[int, list[int]] = {}  # layer -> its segments
         self._counted = self._page_cache = self._storage = 0
-        self._events: dict[int, Event] = {}  # by segment
+        self._events: dict[int, Event] = {}  # by segment, in the order recorded
         self._waiters: list[_Waiter] = []
         self._error: LoadError | None = None
         self._cause: Exception | None = None
@@ -196,17 +196,15 @@ class Ledger:
 
     # ---- questions
 
-    def segment_event(self, segment: int) -> Event | None:
-        """What device work that needs the segment waits for; None while its copies are not all queued."""
-        with self._lock:
-            return self._events.get(segment)
+    def layer_event(self, layer: int) -> Event | None:
+        """What device work that needs the layer waits for; None while its copies are not all queued.
 
-    def layer_events(self, layer: int) -> tuple[Event, ...] | None:
-        """Events of a layer's segments (usually one); None while its copies are not all queued."""
+        Events of one load follow each other on one stream, so the last of a layer's segments covers the others.
+        """
         with self._lock:
-            events = [self._events.get(index) for index in self._layers.get(layer, [])]
-            known = tuple(event for event in events if event is not None)
-            return known if events and len(known) == len(events) else None
+            segments = self._layers.get(layer, [])
+            events = [event for index, event in self._events.items() if index in segments]  # as recorded
+            return events[-1] if events and len(events) == len(segments) else None
 
     async def wait_resident(self, layer: int | None = None) -> None:
         """Return once the layer (None: everything) is resident; raise what the load failed with."""

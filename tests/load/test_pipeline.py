@@ -149,8 +149,7 @@ def test_invariant_8_uploads_run_in_execution_order_with_an_event_a_layer(tmp_pa
         done_at = []
         for layer in range(4):
             await ledger.wait_resident(layer)
-            events = ledger.layer_events(layer)
-            assert events is not None
+            assert ledger.layer_event(layer) is not None
             order.append(layer)
             done_at.append(ledger.statistics().fraction < 1.0)
         await task
@@ -158,7 +157,7 @@ def test_invariant_8_uploads_run_in_execution_order_with_an_event_a_layer(tmp_pa
 
     early = asyncio.run(main())
     assert early == [True, True, True, False]  # each layer but the last was usable before the load's end
-    assert all(event.is_done for layer in range(4) for event in ledger.layer_events(layer) or ())
+    assert all(event is not None and event.is_done for event in map(ledger.layer_event, range(4)))
     device.close()
 
 

@@ -159,6 +159,16 @@ def test_a_rearranged_weight_holds_its_last_bytes_back(tmp_path, clock, finished
     assert ledger.statistics().tensors_resident == 1
 
 
+def test_a_layer_in_two_segments_has_its_event_when_both_are_queued(tmp_path, clock) -> None:
+    pieces = [Piece(10, layer=0), Piece(10, layer=1), Piece(10, layer=0)]
+    ledger = ledger_of(tmp_path, clock, pieces)
+    ledger.segment_submitted(2, "second")
+    assert ledger.layer_event(0) is None
+    ledger.segment_submitted(0, "first")
+    assert ledger.layer_event(0) == "first"  # recorded last on the one stream: after both
+    assert ledger.layer_event(7) is None
+
+
 def test_waiters_wake_at_their_layer(tmp_path) -> None:
     ledger = Ledger(build(tmp_path, [Piece(10, layer=0), Piece(10, layer=1)]).plan)
     order: list[str] = []
