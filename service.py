@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,20 +60,26 @@ def serve(config: Config) -> int:
     configure_logging(
         style=config.log_format, level=config.log_level, journal=to_journal(), debug=config.debug
     )
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, SIGNALS
-    )  # until the loop can clean up what is opened from here on
+    early = _hold_signals()
     notifier = Notifier.from_environment()
     watchdog_s = watchdog_interval_s()
     listening = open_listening(config, [given.socket for given in inherited_sockets()])
     _raise_descriptor_limit()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:
-            runner.run(Daemon(config, notifier, listening, watchdog_s).run())
+            runner.run(Daemon(config, notifier, listening, watchdog_s).run(early))
     finally:
         listening.close()
         notifier.close()
     return 0
+
+
+def _hold_signals() -> list[int]:
+    """Signals until the loop handles them: from here on there is something to clean up."""
+    early: list[int] = []
+    for number in SIGNALS:
+        signal.signal(number, lambda n, _: early.append(n))
+    return early
 
 
 def _raise_descriptor_limit() -> None:
@@ -108,18 +114,19 @@ class Daemon:
         )
         self._http = make_runner(self._state, shutdown_timeout_s=0.5)
 
-    async def run(self) -> None:
+    async def run(self, early: list[int]) -> None:
+        """`early`: signals that came before there was a loop."""
         self._loop = asyncio.get_running_loop()
         self._ending: asyncio.Future[int | Exception] = self._loop.create_future()
         self._hangup = asyncio.Event()
-        for number in SIGNALS - {signal.SIGHUP}:
+        for number in SIGNALS:
             self._loop.add_signal_handler(number, self._signalled, number)
-        self._loop.add_signal_handler(signal.SIGHUP, self._hangup.set)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        for held in early:
+            self._signalled(held)
         try:
             await self._listen()
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(t) for t in (self._report(), self._guarded(self._life()))]
+                tasks = [group.create_task(t) for t in (self._report(), self._guarded(self._life))]
                 cause = await self._ending
                 alarm = self._announce_end(cause)
                 await self._drain(cause)
@@ -139,10 +146,10 @@ class Daemon:
         for listener in self._listening.sockets:
             await web.SockSite(self._http, listener, backlog=BACKLOG).start()
 
-    async def _guarded(self, work: Awaitable[None]) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Whatever fails ends the daemon, in order."""
         try:
-            await work
+            await work()
         except Exception as error:  # noqa: BLE001 - raised again by `run`, after everything is freed
             self._end(error)
 
@@ -281,6 +288,9 @@ class Daemon:
     # ---- going ---------------------------------------------------------------------------------------------
 
     def _signalled(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            self._hangup.set()
+            return
         if self._ending.done():  # the second signal: at once, by the signal itself
             self._listening.close()
             self._loop.remove_signal_handler(number)
