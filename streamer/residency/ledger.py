@@ -199,7 +199,7 @@ class Ledger:
     def layer_event(self, layer: int) -> Event | None:
         """What device work that needs the layer waits for; None while its copies are not all queued.
 
-        Events of one load follow each other on one stream, so the last of a layer's segments covers the others.
+        Events of one load follow each other on one stream: the last of a layer's segments covers the others.
         """
         with self._lock:
             segments = self._layers.get(layer, [])

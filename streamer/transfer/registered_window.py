@@ -12,7 +12,7 @@ from streamer.device.base import CopyKind, Device, Event, Registration
 from streamer.errors import DeviceError, GgufdError
 from streamer.transfer.base import MIB, PAGE_NBYTES, Move, Origin, Run, Source, TransferStatistics
 from streamer.transfer.slots import checksum_of_mapping
-from streamer.transfer.source_policy import PROBE_NBYTES
+from streamer.transfer.source_policy import is_cached
 
 WINDOW_NBYTES = 64 * MIB
 MAX_WINDOWS = 3  # one being registered, one being copied from, one being given back
@@ -84,8 +84,7 @@ class RegisteredWindow:
         """Queue a chunk's copies, one a window; returns the event after the last."""
         chunk, stream = move.chunk, run.streams[0]
         source = run.sources[chunk.shard]
-        probe = min(chunk.nbytes, PROBE_NBYTES)
-        cached = source.resident_bytes(chunk.file_offset, probe) == probe
+        cached = is_cached(source, chunk)
         done = 0
         event: Event | None = None
         while done < chunk.nbytes:

@@ -41,11 +41,29 @@ WAYS = {
 
 
 def choose_way(source: Source, chunk: Chunk, *, mapping_is_safe: bool) -> Way:
-    """The way for one chunk. Asks mincore, and O_DIRECT only when the chunk is cold."""
+    """The way for one chunk. Asks for O_DIRECT only when the chunk is cold."""
+    cached = is_cached(source, chunk)
+    return WAYS[cached, mapping_is_safe, cached or source.open_direct()]
+
+
+def is_cached(source: Source, chunk: Chunk) -> bool:
+    """Whether the page cache holds the chunk, judged by its middle.
+
+    To a process that neither owns nor may write the file, mincore calls everything resident (a daemon under
+    DynamicUser is one). So a yes is confirmed by reading a byte that must not wait for storage.
+    """
     probe = min(chunk.nbytes, PROBE_NBYTES)
     start = chunk.file_offset + (chunk.nbytes - probe) // 2
-    cached = source.resident_bytes(start, probe) == probe
-    return WAYS[cached, mapping_is_safe, cached or source.open_direct()]
+    if source.resident_bytes(start, probe) < probe:
+        return False
+    try:
+        os.preadv(source.descriptor, [bytearray(1)], start, os.RWF_NOWAIT)
+    except BlockingIOError:
+        _read_no_further(source)
+        return False
+    except OSError:
+        return True  # the file system has no such read: believe mincore
+    return True
 
 
 def fill(way: Way, source: Source, chunk: Chunk, address: int) -> int:
@@ -60,9 +78,13 @@ def fill(way: Way, source: Source, chunk: Chunk, address: int) -> int:
     if way is Way.DIRECT:
         return source.read_direct(address, offset, nbytes)
     if way is Way.READ_DROP:
-        # readahead would make the next chunks look cached, and nobody would drop them
-        os.posix_fadvise(source.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        _read_no_further(source)
     source.read_into(address, offset, nbytes)
     if way is Way.READ_DROP:
         source.drop(offset, nbytes)
     return 0
+
+
+def _read_no_further(source: Source) -> None:
+    """No readahead from now on: it would make the next chunks look cached, and nobody would drop them."""
+    os.posix_fadvise(source.descriptor, 0, 0, os.POSIX_FADV_RANDOM)

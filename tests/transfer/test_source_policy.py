@@ -72,6 +72,29 @@ def test_a_cold_file_is_loaded_without_staying_in_the_page_cache(tmp_path, kind)
         device.close()
 
 
+def test_a_cold_file_of_another_owner_is_seen_to_be_cold(tmp_path) -> None:
+    """There mincore says that everything is resident."""
+
+    class Others(Mapping):
+        def resident_bytes(self, offset: int = 0, nbytes: int | None = None) -> int:
+            return self.nbytes - offset if nbytes is None else nbytes
+
+    model = build(
+        tmp_path, [Piece(4 * MIB, layer=i, data=noise(4 * MIB, i)) for i in range(3)], chunk_nbytes=MIB
+    )
+    evict(model.path)
+    with Mapping(model.directory.shards[0]) as probe:
+        if probe.resident_bytes():
+            pytest.skip("this file system does not evict")
+    device = HostDevice()
+    weights, ledger = run_load(
+        model, device, make_transfer("ring", device, chunk_nbytes=MIB), verify=True, open_source=Others
+    )
+    assert_exact(model, device, weights)
+    assert ledger.statistics().storage_bytes >= model.plan.nbytes * 3 // 4
+    device.close()
+
+
 def test_a_half_cached_file_is_taken_from_both(tmp_path) -> None:
     model = build(
         tmp_path, [Piece(4 * MIB, layer=i, data=noise(4 * MIB, i)) for i in range(2)], chunk_nbytes=MIB
