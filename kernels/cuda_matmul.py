@@ -66,9 +66,7 @@ class ResidentWeight:
 class MatmulOptions:
     gemv_tokens: int = 2  # up to so many tokens dp4a, then tensor cores
     tiled_tokens: int = 128  # up to so many tokens weights are dequantized in registers, then into scratch
-    activation_bytes: int = (
-        2  # of quantized activations: 1 is faster by little, 2 is as exact as bf16 never is
-    )
+    activation_bytes: int = 2  # of quantized activations: 1 is a little faster, 2 more exact than bf16
     quantize_in_place: bool = True  # gate * up is quantized by the product that computes it
     fuse_norms: bool = False  # norms are computed by the products before and after them (cuda_fusion.py)
 
@@ -133,7 +131,7 @@ class CudaMatmul:
             partial=self._parts["partial"],
             multiprocessors=device.capabilities.multiprocessors,
         )
-        self._fusion = NormFusion(self._parts["normed"], activation_bytes=self.options.activation_bytes)
+        self.fusion = NormFusion(self._parts["normed"], activation_bytes=self.options.activation_bytes)
         self._blas: CublasLt | None = None
         self._matrices: dict[str, DeviceMatrix] = {}
         self._arena = Arena(0, None)
@@ -148,13 +146,13 @@ class CudaMatmul:
     def begin(self, arena: Arena, *, stream: int) -> None:
         """Temporaries of the following calls come from `arena`; without capacity it only counts."""
         self._arena, self._stream = arena, stream
-        self._fusion.begin()
+        self.fusion.begin()
 
     # ---- operators: see streamer.kernels.ops.Ops ---------------------------------------------------------
 
     def embed(self, table: Weight, ids: int, out: DeviceArray, *, scale: float) -> None:
         """Rows of the table by the ids at address `ids` (int32), times scale."""
-        if self._is_live:
+        if self.is_live:
             self.launcher.embed(self.matrix(table), ids, out, stream=self._stream, scale=scale)
 
     def norm(self, x: DeviceArray, norm: Norm, out: DeviceArray) -> None:
@@ -166,16 +164,16 @@ class CudaMatmul:
         self, x: DeviceArray, norm: Norm, projections: Sequence[Linear]
     ) -> tuple[DeviceArray, ...]:
         """f32 results, one array a projection."""
-        rows = self._prepare(x, [p.weight for p in projections], norm=norm)
+        rows = self.prepare(x, [p.weight for p in projections], norm=norm)
         outs = tuple(self._arena.take(x.rows, p.n_out) for p in projections)
-        self._project(rows, [self._output(p, out) for p, out in zip(projections, outs, strict=True)])
+        self.project(rows, [self.output(p, out) for p, out in zip(projections, outs, strict=True)])
         return outs
 
     def project_add(
         self, a: DeviceArray, projection: Linear, residual: DeviceArray, *, post_norm: Norm | None
     ) -> DeviceArray:
         """residual += post_norm(projection(a)), in place."""
-        return self._add(self._prepare(a, [projection.weight]), projection, residual, post_norm)
+        return self._add(self.prepare(a, [projection.weight]), projection, residual, post_norm)
 
     def gated_feed_forward(
         self,
@@ -189,13 +187,13 @@ class CudaMatmul:
         post_norm: Norm | None,
     ) -> DeviceArray:
         """x += post_norm(down(act(gate(h)) * up(h))), h = norm(x), in place."""
-        rows = self._prepare(x, [gate.weight, up.weight], norm=norm)
-        hidden = self._gated(rows, gate, up, down, activation)
+        rows = self.prepare(x, [gate.weight, up.weight], norm=norm)
+        hidden = self.gated(rows, gate, up, down, activation)
         return self._add(hidden, down, x, post_norm)
 
     def head(self, x: DeviceArray, norm: Norm, output: Linear, logits: DeviceArray) -> None:
-        rows = self._prepare(x, [output.weight], norm=norm)
-        self._project(rows, [self._output(output, logits)])
+        rows = self.prepare(x, [output.weight], norm=norm)
+        self.project(rows, [self.output(output, logits)])
 
     def matrix(self, weight: Weight) -> DeviceMatrix:
         found = self._matrices.get(weight.name)
@@ -210,10 +208,10 @@ class CudaMatmul:
         return Form.BF16
 
     @property
-    def _is_live(self) -> bool:
+    def is_live(self) -> bool:
         return self._arena.capacity is not None
 
-    def _prepare(
+    def prepare(
         self,
         x: DeviceArray,
         weights: Sequence[Weight],
@@ -221,15 +219,16 @@ class CudaMatmul:
         norm: Norm | None = None,
         up: DeviceArray | None = None,
         activation: Activation | None = None,
+        also: Form | None = None,
     ) -> Rows:
-        """x (or act(x) * up), normed if asked, in every form that `weights` ask for: one launch."""
-        forms = Form(0)
+        """x (or act(x) * up), normed if asked, in every form `weights` ask for, and in `also`: one launch."""
+        forms = also or Form(0)
         for weight in weights:
             forms |= self.form(self.matrix(weight), x.rows)
         rows = Rows(x.rows, x.columns)
         if norm is not None:
-            deferred = self._fusion.taken(x, norm)
-            if deferred is not None and forms == Form.QUANTIZED:
+            deferred = self.fusion.taken(x, norm)
+            if deferred is not None and forms == Form.QUANTIZED and not also:
                 rows.quantized, rows.squares = deferred.rows, (deferred.squares, norm.epsilon)
                 return rows
         if forms == Form.F32 and norm is None and up is None and x.row_stride == x.columns:
@@ -239,7 +238,7 @@ class CudaMatmul:
         if up is not None:
             params.up, params.activation = up.address, ACTIVATIONS[activation]
         if Form.QUANTIZED in forms:
-            rows.quantized = self._take_quantized(x.rows, x.columns)
+            rows.quantized = self.take_quantized(x.rows, x.columns)
             params.to = rows.quantized.argument
         if Form.F32 in forms:
             rows.f32 = self._arena.take(x.rows, x.columns)
@@ -257,32 +256,32 @@ class CudaMatmul:
         return params
 
     def _launch_rows(self, params: RowsParams) -> None:
-        if self._is_live:
+        if self.is_live:
             self.launcher.rows(params, stream=self._stream)
 
-    def _take_quantized(self, n_tokens: int, n_in: int) -> QuantizedRows:
+    def take_quantized(self, n_tokens: int, n_in: int) -> QuantizedRows:
         hi = self._arena.take(n_tokens, n_in, "i8").address
         lo = self._arena.take(n_tokens, n_in, "i8").address if self.options.activation_bytes == 2 else 0
         scale = self._arena.take(n_tokens, n_in // 32).address
         return QuantizedRows(hi, lo, scale, self._arena.take(n_tokens, n_in // 16).address)
 
-    def _output(self, projection: Linear, out: DeviceArray, residual: int = 0) -> Output:
+    def output(self, projection: Linear, out: DeviceArray, residual: int = 0) -> Output:
         bias = projection.bias.handle.address if projection.bias is not None else 0
         return Output(self.matrix(projection.weight), out, bias, residual)
 
     def _add(
         self, rows: Rows, projection: Linear, residual: DeviceArray, post_norm: Norm | None
     ) -> DeviceArray:
-        norm = self._fusion.added(residual)
+        norm = self.fusion.added(residual)
         if post_norm is None:
-            output = self._output(projection, residual, residual.address)
+            output = self.output(projection, residual, residual.address)
             if norm is not None and self._leaves_norm(rows, output):
-                self._gemv(rows, [output], following=self._fusion.next_rows(norm, residual))
+                self._gemv(rows, [output], following=self.fusion.next_rows(norm, residual))
             else:
-                self._project(rows, [output])
+                self.project(rows, [output])
             return residual
         y = self._arena.take(rows.n_tokens, projection.n_out)
-        self._project(rows, [self._output(projection, y)])
+        self.project(rows, [self.output(projection, y)])
         params = self._rows_params(y, None)
         params.residual = params.updated = residual.address
         params.post, params.post_epsilon = post_norm.weight.handle.address, post_norm.epsilon
@@ -295,7 +294,7 @@ class CudaMatmul:
         contiguous = output.out.row_stride == output.out.columns and output.matrix.n_out % 32 == 0
         return self.options.fuse_norms and quantized and contiguous
 
-    def _gated(self, rows: Rows, gate: Linear, up: Linear, down: Linear, activation: Activation) -> Rows:
+    def gated(self, rows: Rows, gate: Linear, up: Linear, down: Linear, activation: Activation) -> Rows:
         """act(gate) * up, ready for down: in one launch where gate and up have one type."""
         n, width = rows.n_tokens, gate.n_out
         types = {self.matrix(w.weight).type for w in (gate, up)}
@@ -303,24 +302,24 @@ class CudaMatmul:
         fused = len(types) == 1 and not (form is Form.BF16 and n > self.options.tiled_tokens)
         if not fused:
             outs = self._arena.take(n, width), self._arena.take(n, width)
-            self._project(rows, [self._output(p, o) for p, o in zip((gate, up), outs, strict=True)])
-            return self._prepare(outs[0], [down.weight], up=outs[1], activation=activation)
+            self.project(rows, [self.output(p, o) for p, o in zip((gate, up), outs, strict=True)])
+            return self.prepare(outs[0], [down.weight], up=outs[1], activation=activation)
         wanted = self.form(self.matrix(down.weight), n)
         direct = form is Form.BF16 and wanted is Form.BF16
         hidden = self._arena.take(n, width, "bf16" if direct else "f32")
-        outputs = [self._output(gate, hidden), self._output(up, hidden)]
+        outputs = [self.output(gate, hidden), self.output(up, hidden)]
         if form is Form.BF16:
             assert rows.bf16 is not None
-            if self._is_live:
+            if self.is_live:
                 self.launcher.mma(outputs, rows.bf16, stream=self._stream, activation=activation)
-            return Rows(n, width, bf16=hidden) if direct else self._prepare(hidden, [down.weight])
+            return Rows(n, width, bf16=hidden) if direct else self.prepare(hidden, [down.weight])
         in_place = self.options.quantize_in_place and wanted is Form.QUANTIZED and form is Form.QUANTIZED
-        following = self._take_quantized(n, width) if in_place else None
+        following = self.take_quantized(n, width) if in_place else None
         leaving = NextRows(following) if following is not None else None
         self._gemv(rows, outputs, activation=activation, following=leaving)
-        return Rows(n, width, quantized=following) if in_place else self._prepare(hidden, [down.weight])
+        return Rows(n, width, quantized=following) if in_place else self.prepare(hidden, [down.weight])
 
-    def _project(self, rows: Rows, outputs: Sequence[Output]) -> None:
+    def project(self, rows: Rows, outputs: Sequence[Output]) -> None:
         """Products with one or several matrices: those of a type together, up to four a launch."""
         by_type: dict[QuantType, list[Output]] = {}
         for output in outputs:
@@ -334,7 +333,7 @@ class CudaMatmul:
             self._gemv(rows, outputs)
             return
         assert rows.bf16 is not None
-        if not self._is_live:
+        if not self.is_live:
             return
         if rows.n_tokens <= self.options.tiled_tokens:
             self.launcher.mma(outputs, rows.bf16, stream=self._stream)
@@ -352,7 +351,7 @@ class CudaMatmul:
     ) -> None:
         x = rows.f32 if outputs[0].matrix.is_float else rows.quantized
         assert x is not None
-        if self._is_live:
+        if self.is_live:
             self.launcher.gemv(
                 outputs,
                 x,
