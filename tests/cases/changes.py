@@ -1,0 +1,35 @@
+"""What a test changes in a daemon before it runs, by name. Each runs in the forked process only."""
+
+import os
+from typing import Any
+
+from streamer.errors import DeviceError
+
+
+def count_allocations() -> None:
+    """Every allocation on the device becomes a line of the log: a refusal must come before the first."""
+    from streamer.device.host import HostDevice
+
+    take = HostDevice._take
+
+    def told(self: HostDevice, nbytes: int, *rest: Any) -> Any:
+        os.write(2, f"ALLOCATED {nbytes}\n".encode())
+        return take(self, nbytes, *rest)
+
+    HostDevice._take = told  # type: ignore[method-assign]
+
+
+def fail_in_decode() -> None:
+    """The 12th step after the start fails as an illegal access does: this one and all that follow."""
+    from streamer.kernels.host_executor import HostExecutor
+
+    step = HostExecutor.step
+    counted = {"steps": 0}
+
+    def failing(self: HostExecutor, batch: Any, sampling: Any) -> Any:
+        counted["steps"] += len(batch.spans) > 0 and os.path.exists(os.environ["FAIL_WHEN"])
+        if counted["steps"] >= 12:
+            raise DeviceError("cuStreamSynchronize", "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal access")
+        return step(self, batch, sampling)
+
+    HostExecutor.step = failing  # type: ignore[method-assign]
