@@ -25,9 +25,13 @@ def first_not_finite(data: npt.NDArray[np.uint8], type: QuantType) -> int | None
 
 
 def check_norms(plan: Plan, sources: list[Source], paths: list[str]) -> None:
-    """GGUFError naming the first norm weight with a NaN or an infinity. Reads only the norms (kilobytes)."""
+    """GGUFError naming the first norm or other vector (bias, decay) with a NaN or an infinity.
+
+    Reads only those (kilobytes): the output's norm has another role, and a bias spreads a NaN as well.
+    """
     for weight in plan.weights:
-        if weight.role is Role.NORM and weight.tensor.type in EXPONENTS:
+        is_vector = sum(n != 1 for n in weight.tensor.shape) <= 1
+        if (weight.role is Role.NORM or is_vector) and weight.tensor.type in EXPONENTS:
             index = first_not_finite(_read(weight, sources[weight.tensor.shard]), weight.tensor.type)
             if index is not None:
                 raise GGUFError(
