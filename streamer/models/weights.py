@@ -36,10 +36,11 @@ class WeightSource:
             raise GGUFError(
                 self.directory.path, name, f"has shape {list(info.shape)} instead of {list(shape)}"
             )
-        self.specs.append(WeightSpec(name, role, layer, info.shape))
+        wanted = tuple(shape)  # without or with the trailing ones that the format leaves to the writer
+        self.specs.append(WeightSpec(name, role, layer, wanted))
         if self._resident is not None:
             return self._resident[name]
-        return Weight(name, info.type, info.shape, None)
+        return Weight(name, info.type, wanted, None)
 
     def norm(self, name: str, n: int, epsilon: float, layer: int | None, role: Role = Role.NORM) -> Norm:
         return Norm(self.take(name, (n,), role, layer), epsilon)

@@ -6,7 +6,7 @@ of the tables, of the output. What does not fit is refused here, before any allo
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from streamer.errors import GGUFError, PlanError
 from streamer.gguf.cursor import shown
@@ -74,7 +74,7 @@ def _wanted(directory: Directory, specs: Iterable[WeightSpec]) -> list[tuple[Wei
             )
         if not tensor.type.is_dequantizable:
             raise GGUFError(directory.path, spec.name, f"tensor type {tensor.type.name} cannot be a weight's")
-        wanted.setdefault(spec.name, (spec, tensor))
+        wanted.setdefault(spec.name, (spec, replace(tensor, shape=spec.shape)))
     return list(wanted.values())
 
 
