@@ -5,7 +5,7 @@ allocated is what the steps will ask for, whatever the architecture.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamer.device.base import Capabilities
@@ -13,11 +13,12 @@ from streamer.gguf.quants import QuantType
 from streamer.kernels.cuda_array import Arena
 from streamer.kernels.cuda_attention import CudaAttention, attention_scratch
 from streamer.kernels.cuda_delta import CudaDelta
-from streamer.kernels.cuda_executor import CudaExecutor, table_layouts
-from streamer.kernels.cuda_limits import LOGIT_ROWS, Limits, StepShape
+from streamer.kernels.cuda_executor import CudaExecutor, graph_shape, table_layouts
+from streamer.kernels.cuda_limits import LOGIT_ROWS, Limits, StepKind, StepShape
 from streamer.kernels.cuda_matmul import CudaMatmul, MatmulOptions, matmul_nbytes, needed_modules
 from streamer.kernels.cuda_ops import CudaOps
 from streamer.kernels.cuda_sample import CudaSampler, ResultLayout, SampleScratch
+from streamer.kernels.cuda_tables import TableLayout
 from streamer.kernels.cuda_workspace import Workspace, WorkspaceSizes, workspace_sizes
 from streamer.kernels.launch import KernelStore, ModuleSpec
 from streamer.kernels.ops import CacheLayout, CacheStorage, Model, Rope
@@ -169,30 +170,12 @@ def survey(
     return Survey(sizes, tuple(modules), tuple(recorder.ropes.values()), counts)
 
 
-def _shapes(limits: Limits, layouts: dict[int, Any]) -> list[StepShape]:
+def _shapes(limits: Limits, layouts: dict[StepKind, TableLayout]) -> list[StepShape]:
     """Steps that between them ask for every kernel and the most memory."""
-
-    def shape(bucket: int, rows: int, *, decode: bool, hidden: bool = False) -> StepShape:
-        return StepShape(
-            base=0,
-            layout=layouts[bucket],
-            n_rows=rows,
-            n_decode=rows if decode else 0,
-            n_attention_tiles=0 if decode else 1,
-            n_conv_tiles=1,
-            n_spans=1,
-            n_logits=rows if decode or hidden else min(rows, LOGIT_ROWS),
-            single_rows=decode,
-            sampled=True,
-            n_top=1,
-            want_hidden=hidden,
-        )
-
-    decode = [shape(bucket, bucket, decode=True) for bucket in limits.buckets]
-    prefill = [
-        shape(0, rows, decode=False) for rows in sorted({16, 100, limits.max_rows}) if rows <= limits.max_rows
-    ]
-    return [*decode, *prefill, shape(0, limits.max_rows, decode=False, hidden=True)]
+    graphs = [graph_shape(kind, layouts[kind], 0) for kind in limits.graphs]
+    eager = graph_shape(limits.eager, layouts[limits.eager], 0)
+    prefill = replace(eager, n_logits=LOGIT_ROWS, n_top=1)
+    return [*graphs, prefill, replace(eager, want_hidden=True)]
 
 
 def build_executor(
@@ -208,7 +191,7 @@ def build_executor(
     n_valid: int,
     options: MatmulOptions,
 ) -> CudaExecutor:
-    """Allocate workspace and scratch, put the operators together. `frequencies`: table address by rotation."""
+    """Allocate workspace and scratch, put the operators together. `frequencies`: tables by rotation."""
     workspace = Workspace(device, found.sizes, n_embd)
     try:
         matmul = CudaMatmul(device, store, options)

@@ -1,13 +1,14 @@
-"""Steps a model on a CUDA device: tables up, a graph or eager launches, results back. One thread owns it.
+"""Steps a model on a CUDA device: tables up, a graph or eager launches, results back. One thread's.
 
-A decode step of B rows replays the graph of the smallest bucket that holds B; anything else (prefill, mixed
-batches, embeddings) is launched eagerly. A step costs one upload of tables, one replay and one small
-download; only `PendingStep.result` waits, so the next step may be queued before it.
+A decode step replays the graph of the smallest batch size that holds it; a short prefill or mixed step,
+that of its rows. Anything else (long chunks, whose launches the device hides, and embeddings) is launched
+eagerly. A step costs one upload of tables, one replay and one small download; only `PendingStep.result` waits,
+so the next step may be queued before it.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from streamer.device.base import CopyKind, Event, PinnedBuffer
 from streamer.errors import DeviceError
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.cuda_graph import Graph
-from streamer.kernels.cuda_limits import Limits, StepShape
+from streamer.kernels.cuda_limits import Limits, StepKind, StepShape
 from streamer.kernels.cuda_ops import CudaOps
 from streamer.kernels.cuda_sample import ResultLayout
 from streamer.kernels.cuda_tables import Packed, TableLayout, TableShape, Views, pack
@@ -24,27 +25,44 @@ from streamer.kernels.cuda_workspace import Workspace
 from streamer.kernels.ops import Batch, ExecutorStatistics, Model, SamplingBatch, StepResult
 
 IN_FLIGHT = 3  # steps whose host buffers are not reused yet
+EAGER_WARM_ROWS = 160  # enough for every kernel of long prefills
 ADJUSTMENTS_A_ROW = 2048  # sparse logit adjustments there is room for, on average over the sequences
 
 
-def table_layouts(limits: Limits, mask_words: int) -> dict[int, TableLayout]:
-    """One layout a decode bucket, and under 0 the eager one."""
-
-    def layout(rows: int, spans: int, logits: int) -> TableLayout:
-        return TableLayout(
+def table_layouts(limits: Limits, mask_words: int) -> dict[StepKind, TableLayout]:
+    """The tables of every kind of step."""
+    return {
+        kind: TableLayout(
             TableShape(
-                n_rows=rows,
-                n_spans=spans,
-                n_logits=logits,
+                n_rows=kind.n_rows,
+                n_spans=kind.n_spans,
+                n_logits=kind.n_logits,
                 max_pages=limits.max_pages,
                 n_adjust=ADJUSTMENTS_A_ROW * limits.max_sequences,
                 n_masks=limits.max_sequences,
                 mask_words=mask_words,
             )
         )
+        for kind in limits.kinds
+    }
 
-    buckets = {b: layout(b, b, b) for b in limits.buckets}
-    return {0: layout(limits.max_rows, limits.max_sequences, limits.max_rows), **buckets}
+
+def graph_shape(kind: StepKind, layout: TableLayout, base: int) -> StepShape:
+    """What a graph of this kind launches: room for all it may hold."""
+    return StepShape(
+        base=base,
+        layout=layout,
+        n_rows=kind.n_rows,
+        n_decode=kind.n_spans,
+        n_attention_tiles=0 if kind.decode else layout.shape.n_attention_tiles,
+        n_conv_tiles=kind.n_rows if kind.decode else layout.shape.n_conv_tiles,
+        n_spans=kind.n_spans,
+        n_logits=kind.n_logits,
+        single_rows=kind.decode,
+        sampled=True,
+        n_top=0,
+        want_hidden=False,
+    )
 
 
 @dataclass
@@ -53,7 +71,7 @@ class _Turn:
 
     tables: PinnedBuffer
     results: PinnedBuffer
-    views: dict[int, Views]  # by bucket
+    views: dict[StepKind, Views]
     event: Event | None = None  # after the step's last copy
 
 
@@ -88,9 +106,9 @@ class CudaExecutor:
         self._device, self._stream, self._model, self._ops, self._cache = device, stream, model, ops, cache
         self._workspace, self._limits = workspace, limits
         self._layouts = table_layouts(limits, -(-model.n_vocab // 32))
-        self._results = {b: ResultLayout(layout.shape.n_logits) for b, layout in self._layouts.items()}
+        self._results = {kind: ResultLayout(kind.n_logits) for kind in self._layouts}
         self._turns: list[_Turn] = []
-        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._graphs: dict[StepKind, Graph] = {}
         self._steps = self._replays = 0
         self._closers = list(closers)
         self._n_embd = workspace.n_embd
@@ -104,67 +122,58 @@ class CudaExecutor:
         for _ in range(IN_FLIGHT):
             tables = self._device.allocate_pinned(table_nbytes)
             results = self._device.allocate_pinned(result_nbytes)
-            views = {b: layout.views(tables.view) for b, layout in self._layouts.items()}
+            views = {kind: layout.views(tables.view) for kind, layout in self._layouts.items()}
             self._turns.append(_Turn(tables, results, views))
-        for bucket in self._limits.buckets:
-            for sampled in (False, True):
-                self._graphs[bucket, sampled] = self._captured(bucket, sampled)
+        for kind in self._limits.graphs:
+            self._graphs[kind] = self._captured(kind)
         self._warm_steps()
 
-    def _captured(self, bucket: int, sampled: bool) -> Graph:
-        shape = self._graph_shape(bucket, sampled)
-        return Graph(self._device, self._stream.raw, lambda: self._queue(shape, bucket))
+    def _captured(self, kind: StepKind) -> Graph:
+        shape = graph_shape(kind, self._layouts[kind], self._workspace.tables)
+        return Graph(self._device, self._stream.raw, lambda: self._queue(shape, kind))
 
     def _warm_steps(self) -> None:
         """Replay every graph with padding rows only: first launches load code."""
-        for bucket, sampled in self._graphs:
-            self._step_tables(bucket, _padding_batch(), _padding_sampling())
-            self._graphs[bucket, sampled].replay(stream=self._stream.handle)
+        for kind, graph in self._graphs.items():
+            self._step_tables(kind, _padding_batch(), _padding_sampling())
+            graph.replay(stream=self._stream.handle)
+        rows = min(self._limits.max_rows, EAGER_WARM_ROWS)
+        self._step_tables(self._limits.eager, _padding_batch(), _padding_sampling())
+        self._queue(self._eager_shape_of(rows), self._limits.eager)  # opens cuBLASLt
         self._stream.sync()
 
-    def _graph_shape(self, bucket: int, sampled: bool) -> StepShape:
-        layout = self._layouts[bucket]
-        return StepShape(
-            base=self._workspace.tables,
-            layout=layout,
-            n_rows=bucket,
-            n_decode=bucket,
-            n_attention_tiles=0,
-            n_conv_tiles=bucket,
-            n_spans=bucket,
-            n_logits=bucket,
-            single_rows=True,
-            sampled=sampled,
-            n_top=0,
-            want_hidden=False,
-        )
+    def _eager_shape_of(self, n_rows: int) -> StepShape:
+        """An eager step of padding rows and one logit row."""
+        eager = self._limits.eager
+        shape = graph_shape(eager, self._layouts[eager], self._workspace.tables)
+        return replace(shape, n_rows=n_rows, n_logits=1)
 
     # ---- steps -----------------------------------------------------------------------------------
 
     def step(self, batch: Batch, sampling: SamplingBatch) -> Pending:
         """Queue one step. Raises DeviceError; the arrays of `batch` are read before it returns."""
-        graphs = batch.is_decode and not batch.want_hidden and len(batch.logit_rows) == batch.n_rows
-        bucket = self._limits.bucket(batch.n_rows) if graphs else 0
-        turn, packed = self._step_tables(bucket, batch, sampling)
+        n_logits = len(batch.logit_rows)
+        kind = self._limits.eager
+        if not batch.want_hidden:
+            kind = self._limits.choose(batch.n_rows, len(batch.spans), n_logits, decode=batch.is_decode)
+        turn, packed = self._step_tables(kind, batch, sampling)
         self._steps += 1
-        if bucket:
-            self._graphs[bucket, packed.sampled].replay(stream=self._stream.handle)
+        if kind.eager:
+            out = self._queue(self._eager_shape(batch, packed), kind)
+            if batch.want_hidden:
+                return self._pending_hidden(turn, out, n_logits)
+        else:
+            self._graphs[kind].replay(stream=self._stream.handle)
             self._replays += 1
-            if packed.n_top:
-                self._ops.top(
-                    len(batch.logit_rows), packed.n_top, self._results[bucket], stream=self._stream.handle
-                )
-            return self._pending(turn, bucket, len(batch.logit_rows), packed.n_top)
-        out = self._queue(self._eager_shape(batch, packed), 0)
-        if batch.want_hidden:
-            return self._pending_hidden(turn, out, len(batch.logit_rows))
-        return self._pending(turn, 0, len(batch.logit_rows), packed.n_top)
+            if packed.n_top and n_logits:
+                self._ops.top(n_logits, packed.n_top, self._results[kind], stream=self._stream.handle)
+        return self._pending(turn, kind, n_logits, packed.n_top)
 
-    def _step_tables(self, bucket: int, batch: Batch, sampling: SamplingBatch) -> tuple[_Turn, Packed]:
+    def _step_tables(self, kind: StepKind, batch: Batch, sampling: SamplingBatch) -> tuple[_Turn, Packed]:
         turn = self._turns[self._steps % IN_FLIGHT]
         if turn.event is not None:
             turn.event.sync()  # the device has read the tables this turn held
-        packed = pack(batch, sampling, self._layouts[bucket], turn.views[bucket])
+        packed = pack(batch, sampling, self._layouts[kind], turn.views[kind])
         self._device.upload(
             self._workspace.buffer,
             self._workspace.tables - self._workspace.buffer.handle,
@@ -179,7 +188,7 @@ class CudaExecutor:
     def _eager_shape(self, batch: Batch, packed: Packed) -> StepShape:
         return StepShape(
             base=self._workspace.tables,
-            layout=self._layouts[0],
+            layout=self._layouts[self._limits.eager],
             n_rows=batch.n_rows,
             n_decode=packed.n_decode,
             n_attention_tiles=packed.n_attention_tiles,
@@ -192,12 +201,12 @@ class CudaExecutor:
             want_hidden=batch.want_hidden,
         )
 
-    def _queue(self, shape: StepShape, bucket: int) -> Any:
-        self._ops.begin(shape, self._results[bucket], stream=self._stream.handle)
+    def _queue(self, shape: StepShape, kind: StepKind) -> Any:
+        self._ops.begin(shape, self._results[kind], stream=self._stream.handle)
         return self._model.forward(self._ops)
 
-    def _pending(self, turn: _Turn, bucket: int, n_rows: int, n_top: int) -> Pending:
-        layout = self._results[bucket]
+    def _pending(self, turn: _Turn, kind: StepKind, n_rows: int, n_top: int) -> Pending:
+        layout = self._results[kind]
         nbytes = layout.nbytes if n_top else layout.fixed_nbytes
         offset = self._workspace.results - self._workspace.buffer.handle
         self._device.download(

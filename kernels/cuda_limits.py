@@ -5,6 +5,33 @@ from dataclasses import dataclass
 from streamer.kernels.cuda_tables import TableLayout
 
 LOGIT_ROWS = 64  # rows of logits in device memory at once; more are computed in turns
+DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # batch sizes with a graph
+PREFILL_SIZES = (
+    16,
+    32,
+    64,
+    128,
+)  # rows of steps with a graph that hold prompts; longer ones hide their launches
+FEW_SPANS = 4  # sequences in a short prefill's smaller graph
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """Steps that share a table layout and, unless eager, a graph: how much they have room for."""
+
+    n_rows: int
+    n_spans: int
+    n_logits: int
+    decode: bool  # every span has one row
+    eager: bool = False
+
+    def holds(self, n_rows: int, n_spans: int, n_logits: int, *, decode: bool) -> bool:
+        return (
+            n_rows <= self.n_rows
+            and n_spans <= self.n_spans
+            and n_logits <= self.n_logits
+            and (decode or not self.decode)
+        )
 
 
 @dataclass(frozen=True)
@@ -14,15 +41,38 @@ class Limits:
     max_pages: int  # of one sequence
 
     @property
-    def buckets(self) -> tuple[int, ...]:
-        """Decode batch sizes that have a graph of their own."""
-        sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64]
-        most = min(self.max_sequences, LOGIT_ROWS)
-        return (*(x for x in sizes if x < most), most)
+    def most_spans(self) -> int:
+        """Spans of a step that may have a graph."""
+        return min(self.max_sequences, LOGIT_ROWS)
 
-    def bucket(self, n_rows: int) -> int:
-        """The smallest bucket that holds n_rows; 0: none does."""
-        return next((b for b in self.buckets if b >= n_rows), 0)
+    @property
+    def graphs(self) -> tuple[StepKind, ...]:
+        """Kinds with a graph, the cheapest first: decode by batch size, then short prefills and mixed steps."""
+        most = self.most_spans
+        sizes = (*(x for x in DECODE_SIZES if x < most), most)
+        decode = [StepKind(n, n, n, decode=True) for n in sizes]
+        spans = sorted({min(FEW_SPANS, most), most})
+        prefill = [
+            StepKind(rows, n, n, decode=False)
+            for rows in PREFILL_SIZES
+            if rows <= self.max_rows
+            for n in spans
+        ]
+        return (*decode, *prefill)
+
+    @property
+    def eager(self) -> StepKind:
+        """Everything else: launched one by one."""
+        return StepKind(self.max_rows, self.max_sequences, self.max_rows, decode=False, eager=True)
+
+    @property
+    def kinds(self) -> tuple[StepKind, ...]:
+        return (*self.graphs, self.eager)
+
+    def choose(self, n_rows: int, n_spans: int, n_logits: int, *, decode: bool) -> StepKind:
+        """The cheapest kind that holds such a step."""
+        fits = (k for k in self.graphs if k.holds(n_rows, n_spans, n_logits, decode=decode))
+        return next(fits, self.eager)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A batch as tables in device memory: one packed host buffer, one copy a step. Pure packing; no driver here.
 
-Graphs never change: they read everything that varies from these tables at fixed offsets. A decode bucket of B
-rows has a layout of its own (B rows, spans and logit rows); unused rows are padding (span -1, slot -1, id 0).
+Graphs never change: they read everything that varies from these tables at fixed offsets. Every kind of step has
+a layout of its own; what it does not use is padding (span -1, slot -1, id 0, tile of 0 rows).
 """
 
 from dataclasses import dataclass
@@ -159,6 +159,7 @@ def _pack_spans(batch: Batch, shape: TableShape, views: Views) -> tuple[int, int
             views["conv_tiles"][n_conv] = (span.row_offset + at, count, span.row_offset, span.slot)
             n_conv += 1
     decode_rows[n_decode:] = -1
+    views["attention_tiles"][n_tiles:] = 0
     views["conv_tiles"][n_conv:] = (0, 0, 0, -1)
     return n_decode, n_tiles, n_conv
 

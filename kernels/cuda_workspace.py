@@ -1,9 +1,10 @@
 """The one buffer an executor computes in: where each part lies, and its size before anything is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from streamer.device.base import Buffer, Device
-from streamer.kernels.cuda_limits import LOGIT_ROWS, Limits
+from streamer.kernels.cuda_limits import LOGIT_ROWS, Limits, StepKind
 from streamer.kernels.cuda_sample import ResultLayout, SampleScratch
 from streamer.kernels.cuda_tables import TableLayout
 
@@ -47,7 +48,7 @@ def workspace_sizes(
     n_vocab: int,
     n_slots: int,
     limits: Limits,
-    layouts: dict[int, TableLayout],
+    layouts: Mapping[StepKind, TableLayout],
     attention: tuple[int, int],
     arena: int,
 ) -> WorkspaceSizes:
