@@ -277,9 +277,9 @@ def test_case_30_a_norm_that_is_not_finite_is_refused_by_name_before_any_allocat
     with pytest.raises(GGUFError, match=r"blk\.0\.w1\.weight: element 37 is not a finite number"):
         run_load(model, device, make_transfer("ring", device), verify=True)
     assert device.statistics().peak_allocated_bytes == 0
-    # the same values elsewhere, and without --verify, are nobody's business here
-    twin = build(tmp_path, [CHUNK, Piece(len(data), layer=0, type=type, data=data)])
-    run_load(twin, device, make_transfer("ring", device), verify=True)
+    # without --verify numbers are nobody's business here
+    weights, _ = run_load(model, device, make_transfer("ring", device))
+    assert_exact(model, device, weights)
     device.close()
 
 
