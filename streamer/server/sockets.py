@@ -55,7 +55,7 @@ def bind_unix(path: str, *, mode: int = 0o660, group: str = "") -> BoundSocket:
         raise SocketError(f"{path}: {error.strerror}") from None
     try:
         _refuse_living(path)
-        listening, identity = _bind_and_rename(path, parent, mode, gid)
+        listening, identity = _bind(path, parent, mode, gid)
     except OSError as error:
         _release_lock(path, lock)
         raise SocketError(f"{path}: {error.strerror}") from None
@@ -125,21 +125,38 @@ def _refuse_living(path: str) -> None:
         raise SocketError(f"{path}: {os.strerror(outcome)}")
 
 
+def _bind(path: str, parent: str, mode: int, gid: int) -> tuple[socket.socket, tuple[int, int]]:
+    """A listening socket at `path` with its final mode and group from birth, and the file's device and
+    inode.
+    """
+    if gid != -1:
+        return _bind_and_rename(path, parent, mode, gid)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # stale, and nobody else binds here while we hold the lock
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o777 & ~mode)  # the process is at its start: nobody else makes files now
+    try:
+        listening.bind(path)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(before)
+    return _listen(listening), _identity(path)
+
+
 def _bind_and_rename(path: str, parent: str, mode: int, gid: int) -> tuple[socket.socket, tuple[int, int]]:
-    private = tempfile.mkdtemp(
-        prefix=".ggufd-", dir=parent
-    )  # 0700: nobody connects before mode and group are right
+    """Born in a directory of mode 0700, made visible when its group is right."""
+    private = tempfile.mkdtemp(prefix=".ggufd-", dir=parent)
     born = os.path.join(private, "s")
     directory = os.open(private, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(f"/proc/self/fd/{directory}/s")  # short, however long the parent's name is
-        if gid != -1:
-            os.chown(born, -1, gid)
+        os.chown(born, -1, gid)
         os.chmod(born, mode)
-        listening.listen(BACKLOG)
-        listening.setblocking(False)
-        status = os.lstat(born)
+        identity = _identity(born)
+        _listen(listening)
         os.rename(born, path)
     except OSError:
         listening.close()
@@ -148,7 +165,18 @@ def _bind_and_rename(path: str, parent: str, mode: int, gid: int) -> tuple[socke
     finally:
         os.close(directory)
         os.rmdir(private)
-    return listening, (status.st_dev, status.st_ino)
+    return listening, identity
+
+
+def _listen(listening: socket.socket) -> socket.socket:
+    listening.listen(BACKLOG)
+    listening.setblocking(False)
+    return listening
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
 
 
 # ---- who is at the other end -------------------------------------------------------------------------------

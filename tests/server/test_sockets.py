@@ -34,7 +34,8 @@ def test_the_mode_is_what_was_asked_whatever_the_umask(path, mode, umask):
     bound.close()
 
 
-def test_the_file_never_has_another_mode_at_its_path(path, tmp_path):
+@pytest.mark.parametrize("group", ["", str(os.getgid())])
+def test_the_file_never_has_another_mode_at_its_path(path, tmp_path, group):
     """Watch the directory while sockets come and go: whoever sees the file sees its final mode."""
     modes, over = set(), threading.Event()
 
@@ -48,7 +49,7 @@ def test_the_file_never_has_another_mode_at_its_path(path, tmp_path):
     watcher = threading.Thread(target=watch)
     watcher.start()
     for _ in range(200):
-        bind_unix(path, mode=0o640).close()
+        bind_unix(path, mode=0o640, group=group).close()
     over.set()
     watcher.join()
     assert modes <= {0o640}

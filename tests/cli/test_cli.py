@@ -1,0 +1,128 @@
+"""The command line from outside: exit codes, one-line refusals, what goes to which stream."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def ggufd(*arguments, stdin=b"", environment=None):
+    command = [sys.executable, "-m", "streamer", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, timeout=120, env=environment)
+
+
+def test_help_lists_the_commands_and_not_the_hidden_one():
+    answer = ggufd("--help")
+    assert answer.returncode == 0
+    for name in (b"serve", b"prompt", b"status", b"inspect", b"pull", b"tokenize", b"bench"):
+        assert name in answer.stdout
+    assert b"demo" not in answer.stdout
+
+
+@pytest.mark.parametrize("arguments", [["serve"], ["nonsense"], ["status", "--what"], ["inspect"]])
+def test_usage_errors_are_2(arguments):
+    answer = ggufd(*arguments)
+    assert answer.returncode == 2
+    assert b"Traceback" not in answer.stderr
+
+
+def test_status_imports_neither_numpy_nor_a_server():
+    code = (
+        "import sys; from streamer.cli import run; run(None, ['status', '--socket', '/nowhere']);"
+        "heavy = {'numpy', 'aiohttp', 'asyncio', 'rich', 'http', 'streamer.service'} & set(sys.modules);"
+        "sys.exit(' '.join(heavy) if heavy else 0)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_status_of_nobody_is_no():
+    answer = ggufd("status", "--socket", "/nowhere/s")
+    assert answer.returncode == 1
+    assert answer.stderr == b"ggufd: /nowhere/s: No such file or directory\n"
+    assert ggufd("status", "--live", "--socket", "/nowhere/s").returncode == 1
+    began = time.monotonic()
+    assert ggufd("status", "--wait", "--timeout", "0.5", "--socket", "/nowhere/s").returncode == 1
+    assert time.monotonic() - began > 0.5
+
+
+def test_inspect_shows_the_plan_and_gives_it_as_data():
+    answer = ggufd("inspect", DATA / "tiny-qwen3.gguf")
+    assert answer.returncode == 0, answer.stderr
+    assert b"in order" in answer.stdout
+    plan = json.loads(ggufd("inspect", DATA / "tiny-qwen3.gguf", "--json", "--ctx", "64").stdout)
+    assert plan["n_ctx"] == 64
+    assert plan["architecture"] == "qwen3"
+    orders = [w["order"] for s in plan["segments"] for w in s["weights"]]
+    assert orders == sorted(orders)
+
+
+def test_inspect_plans_for_a_gpu_without_one():
+    plan = json.loads(ggufd("inspect", DATA / "tiny-llama.gguf", "--json", "--device", "cuda").stdout)
+    assert plan["device"] == "cuda"
+    assert plan["free_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["inspect", "/nowhere.gguf"], 65),
+        (["inspect", __file__], 65),
+        (["inspect", DATA / "tiny-llama.gguf", "--device", "tpu"], 2),
+        (["inspect", DATA / "tiny-llama.gguf", "--kv-type", "f16", "--device", "host"], 78),
+        (["pull", "no-such-model"], 2),
+        (["tokenize", __file__], 65),
+    ],
+)
+def test_refusals_are_one_line_with_their_code(arguments, code):
+    answer = ggufd(*arguments)
+    assert answer.returncode == code, answer.stderr
+    assert b"Traceback" not in answer.stderr
+    if code != 2:
+        assert len(answer.stderr.splitlines()) == 1
+        assert answer.stderr.startswith(b"ggufd: ")
+
+
+def test_debug_shows_where_it_came_from():
+    assert b"Traceback" in ggufd("inspect", __file__, "--debug").stderr
+
+
+def test_tokenize_and_back(smollm2_path):
+    text = "Hello, wörld! <|im_end|> 1234\n".encode()
+    plain = ggufd("tokenize", smollm2_path, stdin=text)
+    ids = json.loads(plain.stdout)
+    assert 2 not in ids  # <|im_end|> is text here
+    assert ggufd("tokenize", smollm2_path, "--detokenize", stdin=plain.stdout).stdout == text
+    special = json.loads(ggufd("tokenize", smollm2_path, "--special", stdin=text).stdout)
+    assert 2 in special
+    back = ggufd("tokenize", smollm2_path, "--detokenize", "--special", stdin=json.dumps(special).encode())
+    assert back.stdout == text
+
+
+@pytest.mark.parametrize(
+    ("options", "stdin"), [([], b"\xff"), (["--detokenize"], b"x"), (["--detokenize"], b"[999999]")]
+)
+def test_tokenize_refuses_what_it_cannot_read(smollm2_path, options, stdin):
+    answer = ggufd("tokenize", smollm2_path, *options, stdin=stdin)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(b"ggufd: standard input")
+
+
+def test_a_pull_without_a_network_says_so(tmp_path):
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    answer = ggufd("pull", "smollm2-135m", environment=environment)
+    assert answer.returncode == 70
+    (line,) = answer.stderr.splitlines()
+    assert b"offline" in line
+    assert not list(tmp_path.rglob("*.gguf"))
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    command = f"{sys.executable} -m streamer inspect {DATA}/tiny-llama.gguf --json | head -c 10"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
+    assert answer.stderr == b""
