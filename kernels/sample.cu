@@ -10,7 +10,8 @@
 constexpr int SLICE = 4096;       // ids a block of sample_prepare looks at
 constexpr int BINS = 256;         // histogram of (max - x), BINS_A_NAT bins a unit, the last takes the rest
 constexpr float BINS_A_NAT = 8.f;
-constexpr int CANDIDATES = 2048;  // what the final block sorts
+constexpr int CANDIDATES = 2048;  // what the final block sorts; a bin with more is divided again
+constexpr int LEVELS = 4;         // so often at most
 constexpr float FIXED = 1099511627776.f;  // 2^40: fixed-point probability mass
 
 struct SliceStatistics {  // one a (row, slice)
@@ -161,13 +162,6 @@ __device__ void sort_candidates(Candidate *c, int n) {  // bitonic, best first; 
         }
 }
 
-// Which bins hold the draw: [first, last] whose elements are gathered, and the mass of all bins before `first`.
-struct Window {
-    int first, last;
-    unsigned long long before, kept;  // kept: the mass drawn from when it is known from bins alone, else 0
-    unsigned long long total;         // of the whole row
-};
-
 // Inclusive scan over the block's first n (<= 2 * blockDim.x) elements of shared memory, in place; whole block.
 template <typename V> __device__ void scan_shared(V *x, int n) {
     __shared__ V warp_sums[32];
@@ -189,41 +183,9 @@ template <typename V> __device__ void scan_shared(V *x, int n) {
     __syncthreads();
 }
 
-// Decides the window from the row's histogram; whole block; count and mass (BINS each) become their prefix sums.
-__device__ void choose_window(unsigned *count, unsigned long long *mass, Window &out, int top_k, float top_p, float min_p, float uniform) {
-    __shared__ int stop, deepest_used;
-    const int b = threadIdx.x;
-    const bool used = b < BINS && count[b] > 0;
-    if (b == 0) stop = BINS, deepest_used = 0;
-    __syncthreads();
-    scan_shared(count, BINS);
-    scan_shared(mass, BINS);
-    const unsigned long long total = mass[BINS - 1];
-    const unsigned long long wanted = top_p < 1.f ? (unsigned long long)(top_p * (double)total) : total;
-    const float depth = min_p > 0.f ? -logf(min_p) : INFINITY;
-    if (used) {
-        atomicMax(&deepest_used, b);
-        // top-p is of the mass that top-k kept, so with both all of top-k's ids are needed
-        const bool enough = top_k > 0 ? count[b] >= (unsigned)top_k : mass[b] >= wanted;
-        const bool too_deep = b / BINS_A_NAT > depth && (top_k <= 0 || top_p >= 1.f);
-        if (enough || too_deep) atomicMin(&stop, b);
-    }
-    __syncthreads();
-    const int last = min(stop, deepest_used);
-    if (count[last] <= CANDIDATES) {
-        if (b == 0) out = {0, last, 0, 0, total};
-    } else {
-        // too many to sort: the kept set ends at a whole bin, and only the bin the draw falls into is looked at
-        const unsigned long long target = (unsigned long long)(uniform * (double)mass[last]);
-        const unsigned long long before = b > 0 && b < BINS ? mass[b - 1] : 0;
-        if (used && b <= last && before <= target && target < mass[b]) out = {b, b, before, mass[last], total};
-    }
-    __syncthreads();
-}
-
-// First index of a sorted prefix array whose value is at least (above: more than) `wanted`; n if none.
-__device__ int first_reaching(const unsigned long long *prefix, int n, unsigned long long wanted, bool above) {
-    int low = 0, high = n;
+// First index of a sorted prefix array whose value is at least (above: more than) `wanted`; n - 1 if none.
+template <typename V> __device__ int first_reaching(const V *prefix, int n, V wanted, bool above) {
+    int low = 0, high = n - 1;
     while (low < high) {
         const int middle = (low + high) / 2;
         if (above ? prefix[middle] > wanted : prefix[middle] >= wanted) high = middle;
@@ -232,41 +194,110 @@ __device__ int first_reaching(const unsigned long long *prefix, int n, unsigned 
     return low;
 }
 
-// The draw over sorted candidates and the prefix sums of their masses. One thread.
-__device__ int draw(const Candidate *c, const unsigned long long *prefix, int n, float max, const Window &w, int top_k,
-                    float top_p, float min_p, float uniform) {
-    unsigned long long kept = w.kept;
-    if (kept == 0) {
-        if (top_k > 0) n = min(n, top_k);
-        if (top_p < 1.f) {
-            const unsigned long long whole = top_k > 0 ? prefix[n - 1] : w.total;
-            n = min(n, first_reaching(prefix, n, (unsigned long long)(top_p * (double)whole), false) + 1);
-        }
-        if (min_p > 0.f) {
-            const float floor = max + logf(min_p);
-            int low = 1, high = n;  // candidates [0, low) are kept: the best always is
-            while (low < high) {
-                const int middle = (low + high) / 2;
-                if (c[middle].x < floor) high = middle;
-                else low = middle + 1;
-            }
-            n = low;
-        }
-        kept = prefix[n - 1];
-    }
-    const unsigned long long target = (unsigned long long)(uniform * (double)kept);
-    return c[min(n - 1, first_reaching(prefix, n, target >= w.before ? target - w.before : 0, true))].id;
-}
+typedef unsigned long long u64;
+
+enum Goal { COUNT_REACHES, MASS_REACHES, MASS_EXCEEDS };
+
+struct Place {  // an id in the descending order
+    int id;
+    u64 mass_through;  // mass of all ids up to and including it
+};
 
 struct PickShared {
     Candidate candidates[CANDIDATES];
-    unsigned long long prefix[CANDIDATES];
+    u64 prefix[CANDIDATES];
     unsigned count[BINS];
-    unsigned long long mass[BINS];
-    Window window;
+    u64 mass[BINS];
+    // the chain of bins a search has gone down: level l divides distances from `start` by `scale`
+    float start[LEVELS], scale[LEVELS];
+    int bin[LEVELS], level;
+    u64 mass_before;
+    unsigned count_before, in_bin;
+    int n_gathered;
+    Place place;
+    u64 kept;
     float log_sum, work_max;
-    int picked, ok, n_gathered;
+    int picked, ok;
 };
+
+__device__ __forceinline__ int sub_bin(const PickShared &s, int level, float distance) {
+    return max(0, min(BINS - 1, (int)((distance - s.start[level]) * s.scale[level])));
+}
+// Whether the search's chain of bins down to `level` (exclusive) holds this distance.
+__device__ __forceinline__ bool in_chain(const PickShared &s, int level, float distance) {
+    for (int l = 0; l < level; l++)
+        if (sub_bin(s, l, distance) != s.bin[l]) return false;
+    return true;
+}
+
+// Count and mass hold one level's bins: make prefix sums, go into the bin that reaches the goal. Whole block.
+__device__ void descend(PickShared &s, Goal goal, u64 wanted) {
+    scan_shared(s.count, BINS);
+    scan_shared(s.mass, BINS);
+    if (threadIdx.x == 0) {
+        const u64 left = goal == COUNT_REACHES ? wanted - s.count_before : wanted - s.mass_before;
+        const int b = goal == COUNT_REACHES ? first_reaching(s.count, BINS, (unsigned)left, false)
+                                            : first_reaching(s.mass, BINS, left, goal == MASS_EXCEEDS);
+        s.bin[s.level] = b;
+        s.in_bin = s.count[b] - (b ? s.count[b - 1] : 0u);
+        s.count_before += b ? s.count[b - 1] : 0u;
+        s.mass_before += b ? s.mass[b - 1] : 0ull;
+        if (s.level + 1 < LEVELS) {
+            s.start[s.level + 1] = s.start[s.level] + b / s.scale[s.level];
+            s.scale[s.level + 1] = s.scale[s.level] * BINS;
+        }
+        s.level++;
+    }
+    __syncthreads();
+}
+
+// The place where count or mass of the descending order reaches (exceeds) `wanted`. Whole block; `h` the row's bins.
+__device__ void locate(const float *w, PickShared &s, const Histogram &h, int n_vocab, Goal goal, u64 wanted) {
+    const float max = s.work_max;
+    if (threadIdx.x < BINS) s.count[threadIdx.x] = h.count[threadIdx.x], s.mass[threadIdx.x] = h.mass[threadIdx.x];
+    if (threadIdx.x == 0) {
+        s.level = 0, s.start[0] = 0.f, s.scale[0] = BINS_A_NAT;
+        s.mass_before = 0, s.count_before = 0, s.n_gathered = 0;
+    }
+    __syncthreads();
+    descend(s, goal, wanted);
+    while (s.in_bin > CANDIDATES && s.level < LEVELS) {  // a crowded bin is divided again
+        if (threadIdx.x < BINS) s.count[threadIdx.x] = 0, s.mass[threadIdx.x] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < n_vocab; i += 1024) {
+            const float x = w[i];
+            if (!(x > -INFINITY) || !in_chain(s, s.level, max - x)) continue;
+            const int b = sub_bin(s, s.level, max - x);
+            atomicAdd(&s.count[b], 1u);
+            atomicAdd(&s.mass[b], (u64)(expf(x - max) * FIXED));
+        }
+        __syncthreads();
+        descend(s, goal, wanted);
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x; i < n_vocab; i += 1024) {
+        const float x = w[i];
+        if (!(x > -INFINITY) || !in_chain(s, s.level, max - x)) continue;
+        const int at = atomicAdd(&s.n_gathered, 1);
+        if (at < CANDIDATES) s.candidates[at] = {x, i};
+    }
+    __syncthreads();
+    const int n = min(s.n_gathered, CANDIDATES);  // more only where thousands of logits are equal to the last bit
+    int padded = 1;
+    while (padded < n) padded *= 2;
+    for (int i = n + threadIdx.x; i < padded; i += 1024) s.candidates[i] = {-INFINITY, 0x7fffffff};
+    __syncthreads();
+    sort_candidates(s.candidates, padded);
+    for (int i = threadIdx.x; i < n; i += 1024) s.prefix[i] = (u64)(expf(s.candidates[i].x - max) * FIXED);
+    __syncthreads();
+    scan_shared(s.prefix, n);
+    if (threadIdx.x == 0 && n > 0) {
+        const int at = goal == COUNT_REACHES ? min((int)(wanted - s.count_before), n) - 1
+                                             : first_reaching(s.prefix, n, wanted - s.mass_before, goal == MASS_EXCEEDS);
+        s.place = {s.candidates[at].id, s.mass_before + s.prefix[at]};
+    }
+    __syncthreads();
+}
 
 // The row's statistics out of its slices'. One warp.
 __device__ void join_slices(const SliceStatistics *s, int n_slices, PickShared &out) {
@@ -291,36 +322,45 @@ __device__ void join_slices(const SliceStatistics *s, int n_slices, PickShared &
         if (other_id >= 0 && (id < 0 || better(other, other_id, best, id))) best = other, id = other_id;
     }
     if (lane == 0) {
-        out.log_sum = m + logf(sum), out.work_max = best, out.picked = id, out.n_gathered = 0;
+        out.log_sum = m + logf(sum), out.work_max = best, out.picked = id;
         out.ok = !nan && id >= 0 && m > -INFINITY && m < INFINITY && best < INFINITY;
     }
 }
 
-// Gather the window's candidates, sort them, draw. Whole block.
-__device__ void pick_by_draw(const float *w, PickShared &s, int n_vocab, int top_k, float top_p, float min_p, float uniform) {
-    choose_window(s.count, s.mass, s.window, top_k, top_p, min_p, uniform);
-    const float max = s.work_max;
-    const int first = s.window.first, last = s.window.last;
-#pragma unroll 8
+// Mass of the ids at least min_p times as likely as the best. Whole block.
+__device__ u64 mass_of_likely(const float *w, PickShared &s, int n_vocab, float min_p) {
+    if (threadIdx.x == 0) s.kept = 0;
+    __syncthreads();
+    u64 mine = 0;
     for (int i = threadIdx.x; i < n_vocab; i += 1024) {
-        const float x = w[i];
-        if (!(x > -INFINITY)) continue;
-        const int b = bin_of(max, x);
-        if (b < first || b > last) continue;
-        const int at = atomicAdd(&s.n_gathered, 1);
-        if (at < CANDIDATES) s.candidates[at] = {x, i};
+        const float mass = expf(w[i] - s.work_max);
+        if (mass >= min_p) mine += (u64)(mass * FIXED);
     }
+    atomicAdd(&s.kept, mine);
     __syncthreads();
-    const int n = min(s.n_gathered, CANDIDATES);
-    int padded = 1;
-    while (padded < n) padded *= 2;
-    for (int i = n + threadIdx.x; i < padded; i += 1024) s.candidates[i] = {-INFINITY, 0x7fffffff};
+    return s.kept;
+}
+
+// Every cut keeps a run from the most likely on, so the mass it keeps says it all. Whole block.
+__device__ void pick_by_draw(const float *w, PickShared &s, const Histogram &h, int n_vocab, int top_k, float top_p, float min_p, float uniform) {
+    if (threadIdx.x < BINS) s.count[threadIdx.x] = h.count[threadIdx.x], s.mass[threadIdx.x] = h.mass[threadIdx.x];
     __syncthreads();
-    sort_candidates(s.candidates, padded);
-    for (int i = threadIdx.x; i < n; i += 1024) s.prefix[i] = (unsigned long long)(expf(s.candidates[i].x - max) * FIXED);
+    scan_shared(s.count, BINS);
+    scan_shared(s.mass, BINS);
+    u64 kept = s.mass[BINS - 1];
+    const unsigned count = s.count[BINS - 1];
     __syncthreads();
-    scan_shared(s.prefix, n);
-    if (threadIdx.x == 0 && n > 0) s.picked = draw(s.candidates, s.prefix, n, max, s.window, top_k, top_p, min_p, uniform);
+    if (top_k > 0 && top_k < count) {
+        locate(w, s, h, n_vocab, COUNT_REACHES, top_k);
+        kept = s.place.mass_through;
+    }
+    if (top_p < 1.f) {
+        locate(w, s, h, n_vocab, MASS_REACHES, (u64)(top_p * (double)kept));
+        kept = s.place.mass_through;
+    }
+    if (min_p > 0.f) kept = min(kept, max(mass_of_likely(w, s, n_vocab, min_p), (u64)FIXED));
+    locate(w, s, h, n_vocab, MASS_EXCEEDS, min((u64)(uniform * (double)kept), kept - 1));
+    if (threadIdx.x == 0) s.picked = s.place.id;
     __syncthreads();
 }
 
@@ -339,12 +379,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1) sample_pick(
     const bool greedy = !(temperature[row] > 0.f);
     Histogram &h = histograms[row];
     if (threadIdx.x < 32) join_slices(slices + (size_t)row * n_slices, n_slices, s);
-    if (!greedy && threadIdx.x < BINS) {
-        s.count[threadIdx.x] = h.count[threadIdx.x], s.mass[threadIdx.x] = h.mass[threadIdx.x];
-        h.count[threadIdx.x] = 0, h.mass[threadIdx.x] = 0;
-    }
     __syncthreads();
-    if (!greedy && s.ok) pick_by_draw(work + (size_t)row * pitch, s, n_vocab, top_k[row], top_p[row], min_p[row], uniform[row]);
+    if (!greedy && s.ok) pick_by_draw(work + (size_t)row * pitch, s, h, n_vocab, top_k[row], top_p[row], min_p[row], uniform[row]);
+    if (!greedy && threadIdx.x < BINS) h.count[threadIdx.x] = 0, h.mass[threadIdx.x] = 0;  // for the next step
     if (threadIdx.x == 0) {
         const int id = s.ok ? s.picked : 0, target = target_ids[row];
         const float *l = logits + (size_t)row * pitch;
