@@ -174,12 +174,6 @@ def rows() -> type[Rows]:
     return Rows
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x = x - x.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
-
-
 def _load_helper(name: str) -> Any:
     """A module beside this file (tests are no package)."""
     spec = importlib.util.spec_from_file_location(f"models_{name}", Path(__file__).with_name(f"{name}.py"))
