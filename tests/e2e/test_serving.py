@@ -98,11 +98,11 @@ def test_a_body_of_30_mb_is_413_and_probes_answer_meanwhile(smollm2, limit_s):
     assert answers[0].startswith(b"HTTP/1.1 413")
 
 
-def test_a_prompt_of_ten_megabytes_is_refused_and_probes_answer_meanwhile(smollm2, limit_s):
+def test_a_prompt_of_two_megabytes_is_refused_and_probes_answer_meanwhile(smollm2, limit_s):
     answers = []
     thread = threading.Thread(
         target=lambda: answers.append(
-            smollm2.post("/v1/completions", {"prompt": "word " * 2_000_000}, timeout=120)
+            smollm2.post("/v1/completions", {"prompt": "word " * 400_000}, timeout=120)
         )
     )
     thread.start()
@@ -112,7 +112,7 @@ def test_a_prompt_of_ten_megabytes_is_refused_and_probes_answer_meanwhile(smollm
         assert smollm2.get("/livez").status == 200
         slowest = max(slowest, time.perf_counter() - began)
     assert answers[0].status == 400
-    assert answers[0].json["error"]["n_prompt_tokens"] > 1_000_000
+    assert answers[0].json["error"]["n_prompt_tokens"] > 300_000
     assert slowest < limit_s(0.25)
 
 
@@ -179,13 +179,16 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(looping):
 def test_a_drain_has_an_end(looping):
     daemon = looping("--drain-timeout", "0.3")
     client = begin_stream(daemon, prompt=[8], max_tokens=100_000)
+    texts = []
+    reader = threading.Thread(target=lambda: texts.append(read_all(client)))
+    reader.start()
     began = time.monotonic()
     assert daemon.stop() == 0
     assert time.monotonic() - began < 15
-    text = read_all(client)
+    reader.join()
     client.close()
-    assert b'"error"' in text
-    assert b"[DONE]" not in text
+    assert b'"error"' in texts[0]
+    assert b"[DONE]" not in texts[0]
 
 
 def test_a_full_queue_is_429(looping):
