@@ -30,6 +30,7 @@ from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
 from streamer.runtime.account import Snapshot, residency_object, snapshot, status_line
 from streamer.runtime.options import StartOptions
+from streamer.runtime.planning import read_model
 from streamer.runtime.start import Runtime, has_changed, start_runtime
 from streamer.runtime.step_times import StepTimes
 from streamer.server.access import allowed_hosts, read_keys
@@ -186,6 +187,7 @@ class Daemon:
         gc.freeze()  # what lives now lives to the end: later collections need not look at it
         self._ledger.enter(Phase.READY)
         self._state.status = "ready"
+        text.warm()
         self._log_ready(runtime)
 
     async def _header_is_read(self, directory: Directory, architecture: Architecture) -> None:
@@ -268,7 +270,18 @@ class Daemon:
         logging.getLogger().setLevel(self._config.log_level.upper())
         log_event(logger, logging.INFO, "reloaded", applied=",".join(applied), needs_restart=",".join(later))
         if self._runtime is not None and has_changed(self._runtime.model.directory):
-            await self._replace_model(self._runtime)
+            if await self._new_file_is_good():
+                await self._replace_model(self._runtime)
+
+    async def _new_file_is_good(self) -> bool:
+        """What a header can tell, before the resident model is given up for the new file."""
+        try:
+            directory, _ = await asyncio.to_thread(read_model, self._path)
+            await asyncio.to_thread(check_text, directory.metadata, directory.path)
+        except GgufdError as error:
+            log_event(logger, logging.ERROR, "reload refused", error=str(error))
+            return False
+        return True
 
     async def _replace_model(self, old: Runtime) -> None:
         """Finish what runs, free the old model, load the new file.

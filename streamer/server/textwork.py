@@ -108,6 +108,13 @@ class TextWork:
 
         return await self.run(compile_calls)
 
+    def warm(self) -> None:
+        """Start the process that compiles grammars, beside the serving.
+
+        Nobody waits for it but its first user.
+        """
+        self._pool.submit(self._constraints.start)
+
     def close(self) -> None:
         self.templates.close()
         self._constraints.close()
