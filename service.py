@@ -269,9 +269,9 @@ class Daemon:
         vars(self._state.rules).update(vars(replace(_rules(self._config), refused=self._state.rules.refused)))
         logging.getLogger().setLevel(self._config.log_level.upper())
         log_event(logger, logging.INFO, "reloaded", applied=",".join(applied), needs_restart=",".join(later))
-        if self._runtime is not None and has_changed(self._runtime.model.directory):
-            if await self._new_file_is_good():
-                await self._replace_model(self._runtime)
+        runtime = self._runtime
+        if runtime is not None and has_changed(runtime.model.directory) and await self._new_file_is_good():
+            await self._replace_model(runtime)
 
     async def _new_file_is_good(self) -> bool:
         """What a header can tell, before the resident model is given up for the new file."""
