@@ -96,10 +96,14 @@ class File:
 Change = Callable[[File], object]
 
 
-def scripted(chain: Sequence[int] = (), *, n_ctx: int = 256, norm: float = 1.0) -> File:
-    """`a` is followed by `b`, ..., `h` by the end, unless another chain is given."""
+def scripted(
+    chain: Sequence[int] = (), *, n_ctx: int = 256, norm: float = 1.0, endless: bool = False
+) -> File:
+    """`a` is followed by `b`, ..., `h` by the end (or by `a` again), unless another chain is given."""
     chain = chain or [*(TOKENS.index(c) for c in "abcdefgh"), END]
-    follow = dict(zip(chain, [*chain[1:], END], strict=True))
+    if endless:
+        chain = [token for token in chain if token != END]
+    follow = dict(zip(chain, [*chain[1:], chain[0] if endless else END], strict=True))
     output = np.zeros((N, N), np.float32)  # (logit row, embedding)
     for last in range(N):
         output[follow.get(last, END), last] = 1.0

@@ -33,3 +33,27 @@ def fail_in_decode() -> None:
         return step(self, batch, sampling)
 
     HostExecutor.step = failing  # type: ignore[method-assign]
+
+
+def jump_clocks() -> None:
+    """The wall clock goes back and forth by a day at every look."""
+    import time
+
+    real, looks = time.time, iter(range(1 << 62))
+    time.time = lambda: real() + (86400.0 if next(looks) % 2 else -86400.0)
+
+
+def fail_reading() -> None:
+    """The third touch of the file's pages meets a disk error."""
+    import errno
+
+    from streamer.gguf.mapping import Mapping
+
+    touch, touches = Mapping.touch, iter(range(1 << 62))
+
+    def failing(self: Mapping, offset: int, nbytes: int) -> None:
+        if next(touches) == 2:
+            self._raise_touch_failed(errno.EIO, offset, nbytes)
+        touch(self, offset, nbytes)
+
+    Mapping.touch = failing  # type: ignore[method-assign]

@@ -126,7 +126,11 @@ class Daemon:
     def connect(self, timeout_s: float = 30.0) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
-        connection.connect(self.path)
+        try:
+            connection.connect(self.path)
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def raw(self, request: bytes) -> bytes:
