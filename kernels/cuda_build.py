@@ -14,6 +14,7 @@ from streamer.kernels.cuda_array import Arena
 from streamer.kernels.cuda_attention import CudaAttention, attention_scratch
 from streamer.kernels.cuda_delta import CudaDelta
 from streamer.kernels.cuda_executor import CudaExecutor, graph_shape, table_layouts
+from streamer.kernels.cuda_experts import CudaExperts
 from streamer.kernels.cuda_limits import LOGIT_ROWS, Limits, StepKind, StepShape
 from streamer.kernels.cuda_matmul import CudaMatmul, MatmulOptions, matmul_nbytes, needed_modules
 from streamer.kernels.cuda_ops import CudaOps
@@ -151,7 +152,8 @@ def survey(
         _DryDevice(Capabilities("cuda", "dry", multiprocessors=multiprocessors)), store, options
     )
     sampler = CudaSampler(store, SampleScratch(model.n_vocab), 0, n_valid=model.n_vocab)
-    ops = CudaOps(matmul, attention, delta, sampler, _Places(), arena, recorder)
+    experts = CudaExperts(store, matmul)
+    ops = CudaOps(matmul, experts, attention, delta, sampler, _Places(), arena, recorder)
     layouts = table_layouts(limits, -(-model.n_vocab // 32))
     for shape in _shapes(limits, layouts):
         ops.begin(shape, ResultLayout(shape.layout.shape.n_logits), stream=0)
@@ -166,7 +168,7 @@ def survey(
         attention=attention_scratch(layout, counts, limits, multiprocessors),
         arena=arena.peak,
     )
-    modules = dict.fromkeys((*store.asked, *needed_modules(types, options)))
+    modules = dict.fromkeys((*store.asked, *experts.modules, *needed_modules(types, options)))
     return Survey(sizes, tuple(modules), tuple(recorder.ropes.values()), counts)
 
 
@@ -208,8 +210,16 @@ def build_executor(
     delta = CudaDelta(store, cache) if cache.layout.recurrent else None
     sampler = CudaSampler(store, SampleScratch(model.n_vocab), workspace.sampling, n_valid=n_valid)
     arena = Arena(workspace.arena, found.sizes.arena)
+    experts = CudaExperts(store, matmul)
     ops = CudaOps(
-        matmul, attention, delta, sampler, workspace, arena, lambda rope: frequencies[rope_key(rope)]
+        matmul,
+        experts,
+        attention,
+        delta,
+        sampler,
+        workspace,
+        arena,
+        lambda rope: frequencies[rope_key(rope)],
     )
     stream = device.create_stream("compute")
     return CudaExecutor(

@@ -1,7 +1,7 @@
 """The operators on CUDA: each queues a few kernels on one stream; nothing here allocates or waits.
 
 The residual stream x lives in one buffer, updated in place; everything else of a sublayer comes from an
-arena that the next sublayer takes over. Launched eagerly or while a graph is captured, the calls are the same.
+arena that the next sublayer takes over. Eagerly or while a graph is captured, the calls are the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,6 +36,13 @@ class Products(Protocol):
     def head(self, x: DeviceArray, norm: Norm, output: Linear, logits: DeviceArray) -> None: ...
 
 
+class RoutedProducts(Protocol):
+    """Mixtures of experts (cuda_experts.py); arrays from the same arena."""
+
+    def begin(self, arena: Arena, *, stream: int) -> None: ...
+    def routed_experts(self, x: DeviceArray, norm: Norm, experts: Experts) -> DeviceArray: ...
+
+
 class Places(Protocol):
     """Fixed device addresses of an executor's buffers."""
 
@@ -57,6 +64,7 @@ class CudaOps:
     def __init__(
         self,
         products: Products,
+        experts: RoutedProducts,
         attention: CudaAttention,
         delta: CudaDelta | None,
         sampler: CudaSampler,
@@ -65,7 +73,8 @@ class CudaOps:
         frequency_table: Callable[[Rope], int],
     ) -> None:
         """`frequency_table` gives the address of a rotation's table."""
-        self._products, self._attention, self._delta, self._sampler = products, attention, delta, sampler
+        self._products, self._experts = products, experts
+        self._attention, self._delta, self._sampler = attention, delta, sampler
         self._places, self._arena, self._frequency_table = places, arena, frequency_table
         self._step: StepShape
         self._results: ResultLayout
@@ -75,6 +84,7 @@ class CudaOps:
         self._step, self._results, self._stream = step, results, stream
         self._arena.reset()
         self._products.begin(self._arena, stream=stream)
+        self._experts.begin(self._arena, stream=stream)
 
     # ---- embedding and head ----------------------------------------------------------------------
 
@@ -167,7 +177,8 @@ class CudaOps:
         )
 
     def routed_experts(self, x: DeviceArray, norm: Norm, experts: Experts) -> DeviceArray:
-        raise NotImplementedError("routed experts on CUDA")
+        self._arena.reset()
+        return self._experts.routed_experts(x, norm, experts)
 
     # ---- attention -------------------------------------------------------------------------------
 
