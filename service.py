@@ -187,7 +187,6 @@ class Daemon:
         gc.freeze()  # what lives now lives to the end: later collections need not look at it
         self._ledger.enter(Phase.READY)
         self._state.status = "ready"
-        text.warm()
         self._log_ready(runtime)
 
     async def _header_is_read(self, directory: Directory, architecture: Architecture) -> None:

@@ -109,10 +109,7 @@ class TextWork:
         return await self.run(compile_calls)
 
     def warm(self) -> None:
-        """Start the process that compiles grammars, beside the serving.
-
-        Nobody waits for it but its first user.
-        """
+        """Start the process that compiles grammars; nobody waits for it but its first user."""
         self._pool.submit(self._constraints.start)
 
     def close(self) -> None:
@@ -160,4 +157,6 @@ async def build_text(
         templates.close()
         constraints.close()
         raise
-    return TextWork(tokenizer, templates, constraints)
+    work = TextWork(tokenizer, templates, constraints)
+    work.warm()
+    return work
