@@ -45,18 +45,36 @@ class Handle:
         return self
 
     async def __anext__(self) -> Event:
+        if not await self._come():
+            raise StopAsyncIteration
+        event = self._queue.popleft()
+        self._exhausted = isinstance(event, FinishEvent)
+        self._took(1)
+        return event
+
+    async def batch(self) -> list[Event]:
+        """All events that have come, at least one; empty after the FinishEvent. A consumer that falls behind
+        the engine catches up by it.
+        """
+        if not await self._come():
+            return []
+        events = list(self._queue)
+        self._queue.clear()
+        self._exhausted = isinstance(events[-1], FinishEvent)
+        self._took(len(events))
+        return events
+
+    async def _come(self) -> bool:
+        """Wait for an event. False: there are no more."""
         while not self._queue:
             if self._exhausted:
-                raise StopAsyncIteration
+                return False
             self._waiter = self.loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        event = self._queue.popleft()
-        self._exhausted = isinstance(event, FinishEvent)
-        self._took(1)
-        return event
+        return True
 
     def finish(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """No more tokens are wanted: a stop string was found, the client left. Takes effect within a step; of

@@ -5,7 +5,7 @@ Whatever happens, none is left running.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,7 @@ class Handle(Protocol):
     """engine.Handle: the events of one request."""
 
     def events(self) -> AsyncIterator[Event]: ...
+    async def batch(self) -> list[Event]: ...
     def finish(self, reason: FinishReason) -> None: ...
 
 
@@ -95,9 +96,9 @@ async def run_sequences(
     try:
         for sequence in sequences:
             handles.append(_submit(engine, sequence.request))
-        async for item in _merged(
-            [_items(i, h, s) for i, (h, s) in enumerate(zip(handles, sequences, strict=True))]
-        ):
+        sources = [_items(i, h, s) for i, (h, s) in enumerate(zip(handles, sequences, strict=True))]
+        # the common case pays for no queue
+        async for item in sources[0] if len(sources) == 1 else _merged(sources):
             yield item
     finally:
         for handle in handles:
@@ -118,26 +119,33 @@ def _submit(engine: SubmittingEngine, request: Request) -> Handle:
 
 
 async def _items(index: int, handle: Handle, sequence: Prepared) -> AsyncIterator[Item]:
+    """Tokens that have come meanwhile go out together: a loop that lags behind does less for each."""
     text = sequence.text
-    async for event in handle.events():
-        if isinstance(event, TokenEvent) and text is not None:
-            if text.stopped is not None:
-                continue  # sampled before the engine heard of the stop
-            piece = text.push([event])
+    while batch := await handle.batch():
+        tokens = [event for event in batch if isinstance(event, TokenEvent)]
+        if len(tokens) < len(batch):
+            for item in _before_tokens(index, batch, sequence):
+                yield item
+        if tokens and text is not None and text.stopped is None:  # else sampled before the engine heard of it
+            piece = text.push(tokens)
             if piece:
                 yield Text(index, piece)
             if text.stopped is not None:
                 handle.finish(FinishReason.STOP)
-        elif isinstance(event, PromptEvent) and sequence.echo is not None:
+        last = batch[-1]
+        if isinstance(last, FinishEvent):
+            for item in _ending(index, last, text):
+                yield item
+
+
+def _before_tokens(index: int, batch: Sequence[Event], sequence: Prepared) -> Iterator[Item]:
+    for event in batch:
+        if isinstance(event, PromptEvent) and sequence.echo is not None:
             yield Text(index, sequence.echo(event))
         elif isinstance(event, PrefillEvent):
             yield Progress(index, event.processed, event.total)
         elif isinstance(event, EmbeddingEvent):
             yield Vector(index, event.values)
-        elif isinstance(event, FinishEvent):
-            for item in _ending(index, event, text):
-                yield item
-            return
 
 
 def _ending(index: int, event: FinishEvent, text: TokenText | None) -> list[Item]:
@@ -163,10 +171,6 @@ def _ending(index: int, event: FinishEvent, text: TokenText | None) -> list[Item
 
 async def _merged(sources: list[AsyncIterator[Item]]) -> AsyncIterator[Item]:
     """Items of all sources in the order of their coming; the first failure ends all."""
-    if len(sources) == 1:  # the common case pays for no queue
-        async for item in sources[0]:
-            yield item
-        return
     queue: asyncio.Queue[Item | BaseException | None] = asyncio.Queue(maxsize=64)
 
     async def pump(source: AsyncIterator[Item]) -> None:

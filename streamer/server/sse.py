@@ -51,7 +51,8 @@ class EventStream:
 
     async def send(self, frames: bytes) -> None:
         """Whole frames. Waits while the reader is slow; ConnectionError when it is gone or dropped."""
-        await self.open()
+        if not self._response.prepared:
+            await self.open()
         self._writing_since = self._clock()
         try:
             await self._response.write(frames)
