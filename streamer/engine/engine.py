@@ -167,11 +167,7 @@ class Engine:
             while not self._stopping:
                 self._wake.clear()
                 with self._turn:
-                    self._busy_since_s = self._busy_since_s or self._clock()
-                    self._take_inbox()
-                    self._send()  # ends that were asked for do not wait for the step
-                    more = self._steps.turn()
-                    self._send()
+                    more = self._take_turn()
                 if not more and not self._inbox:
                     self._busy_since_s = None
                     self._wake.wait(self._patience_s())
@@ -181,6 +177,16 @@ class Engine:
         finally:
             self._busy_since_s = None
             self._steps.close()
+
+    def _take_turn(self) -> bool:
+        began_s, waited_s, n_steps = self._clock(), self._steps.waited_s, self._steps.n_steps
+        self._busy_since_s = self._busy_since_s or began_s
+        self._take_inbox()
+        self._send()  # ends that were asked for do not wait for the step
+        more = self._steps.turn()
+        self._send()
+        self._steps.note_turn(n_steps, self._clock() - began_s - (self._steps.waited_s - waited_s))
+        return more
 
     def _take_inbox(self) -> None:
         while self._inbox:

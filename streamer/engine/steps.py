@@ -9,7 +9,7 @@ else the loop reads before it launches.
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
 
@@ -54,7 +54,10 @@ class EngineOptions:
 
 
 class StepLoop:
-    """`turn` until it says there is nothing to do. `on_step(phase, seconds)` after each step, for metrics."""
+    """`turn` until it says there is nothing to do. `on_step(phase, seconds)` after each step, for metrics.
+
+    Phase `host` is the host's own work in the turn that read a step, without what it waited for.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class StepLoop:
             tuple[float, int, bool, Sequence]
         ] = []  # heap: (when, arrival, queue only, whose)
         self.n_steps = 0
+        self.waited_s = 0.0  # for the device and for masks, in all: what the host's own time is without
         self.last_done_s = clock()
 
     # ---- coming and going ----
@@ -105,6 +109,11 @@ class StepLoop:
 
     def close(self) -> None:
         self._masks.close()
+
+    def note_turn(self, n_steps: int, host_s: float) -> None:
+        """After a turn of `host_s` own work, before which there had been `n_steps` steps."""
+        if self._on_step is not None and self.n_steps > n_steps:
+            self._on_step("host", host_s)
 
     # ---- a turn ----
 
@@ -152,6 +161,8 @@ class StepLoop:
         batch, sampling, chunks = build_batch(plan, self._table, self.scheduler.pool.page_size)
         launched_s = self._clock()
         pending = self._executor.step(batch, sampling)
+        if not self._options.overlap:  # it has computed already
+            self.waited_s += self._clock() - launched_s
         for chunk in chunks:
             for _, slot in self.scheduler.register_pages(chunk.sequence):
                 self._executor.copy_state(chunk.sequence.slot, slot)
@@ -169,9 +180,11 @@ class StepLoop:
 
     def _read(self) -> None:
         step = self._in_flight[0]
+        asked_s = self._clock()
         result = step.pending.result()
         self._in_flight.popleft()
         now = self._clock()
+        self.waited_s += now - asked_s
         duration_s = now - max(step.launched_s, self.last_done_s)
         self.last_done_s = now
         self.n_steps += 1
@@ -191,7 +204,7 @@ class StepLoop:
             return
         while self._in_flight:
             self._read()
-        wait_for_masks((s for s in late if not s.finished), every=True)
+        self._wait_for_masks([s for s in late if not s.finished], every=True)
         self._collect_masks()
 
     def _collect_masks(self) -> None:
@@ -211,8 +224,13 @@ class StepLoop:
         late = self.outcomes.live_late
         if all(s.knows_mask for s in late):
             return False
-        wait_for_masks(late, every=False)
+        self._wait_for_masks(late, every=False)
         return True
+
+    def _wait_for_masks(self, late: Collection[Sequence], *, every: bool) -> None:
+        asked_s = self._clock()
+        wait_for_masks(late, every=every)
+        self.waited_s += self._clock() - asked_s
 
     # ---- clocks ----
 

@@ -2,7 +2,11 @@
 
 from bisect import bisect_left
 
-BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, float("inf"))
+# fine below a millisecond, where the host's own share of a step lies
+BOUNDS_S = (
+    *(0.0001, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008),
+    *(0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, float("inf")),
+)
 
 
 class StepTimes:
