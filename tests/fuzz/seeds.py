@@ -43,21 +43,7 @@ TEMPLATES = (
     "{{ ''.__class__.__mro__ }}{{ '%s' | format(messages) }}{{ messages | map(attribute='role') | join }}",
 )
 
-REQUESTS = (
-    {"messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "stop": ["a"], "stream": True},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "tools": [
-        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
-        "tool_choice": {"type": "function", "function": {"name": "f"}}, "logprobs": True, "top_logprobs": 3},
-    {"prompt": ["a", "b"], "n": 2, "logit_bias": {"5": -100}, "logprobs": 2, "echo": True, "max_tokens": 5},
-    {"prompt": [1, 2, 3], "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-    {"model": "m", "max_tokens": 5, "system": "x", "messages": [{"role": "user", "content": "hi"}],
-        "tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "any"}},
-    {"input": [{"type": "message", "role": "user", "content": "hi"}], "instructions": "x",
-        "text": {"format": {"type": "text"}}},
-    {"input": ["a", [1, 2]], "encoding_format": "base64", "dimensions": 8},
-    {"content": "a", "add_special": True, "with_pieces": True},
-    {"tokens": [1, 2, 3]},
-)  # fmt: skip
+REQUESTS = tuple(json.loads(Path(__file__).with_name("requests.json").read_text()))
 
 
 def _streams() -> list[bytes]:

@@ -157,7 +157,7 @@ def _tool_choice(asked: dict[str, Any] | None, tools: tuple[dict[str, Any], ...]
     kind = asked.get("type")
     if kind == "tool":
         return read_tool_choice({"name": asked.get("name")}, tools)
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         refuse("tool_choice.type must be auto, any, tool or none", "tool_choice")
     return read_tool_choice(_CHOICES[kind], tools)
 

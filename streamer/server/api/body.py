@@ -86,12 +86,20 @@ def integer(low: int, high: int) -> Check:
 
 def number(low: float, high: float, *, above: bool = False) -> Check:
     def check(name: str, value: Any) -> float:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
         if not good or not low <= value <= high or (above and value == low):
             refuse(f"{name} must be a number from {low:g} to {high:g}", name)
         return float(value)
 
     return check
+
+
+def _is_finite(value: float) -> bool:
+    """False too for an integer with hundreds of digits, which no float can be."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -19,7 +19,7 @@ from streamer.server.api.results import Entry, Usage, logprob_entry, usage_objec
 from streamer.server.api.sampling import MAX_LOGPROBS, NEUTRAL_SAMPLERS, SAMPLING_FIELDS, read_generation
 
 MAX_MESSAGES, MAX_TOOLS = 4096, 256
-ROLES = {"system", "developer", "user", "assistant", "tool"}
+ROLES = ("system", "developer", "user", "assistant", "tool")  # looked up by ==: a role may be any JSON
 
 TABLE = Table(
     fields=(

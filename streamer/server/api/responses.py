@@ -54,8 +54,9 @@ def read_response(body: dict[str, Any]) -> ChatCall:
     values = read_fields(body, TABLE)
     if values["input"] is None:
         refuse("input is missing", "input", "missing_required_parameter")
-    response_format = (values["text"] or {}).get("format")
-    if isinstance(response_format, dict) and response_format.get("type") == "json_schema":
+    given = (values["text"] or {}).get("format")
+    response_format = None if given is None else mapping("text.format", given)
+    if response_format is not None and response_format.get("type") == "json_schema":
         response_format = {"type": "json_schema", "json_schema": response_format}
     filled = {**values, "n": 1, "stream_options": None, "response_format": response_format}
     tools = _tools(values["tools"] or [])
