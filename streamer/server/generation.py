@@ -84,7 +84,7 @@ class _Echo:
 async def prepare_chat(state: ServerState, backend: Backend, call: ChatCall) -> ChatRun:
     generation = call.generation
     check_generation(backend, generation)
-    prompt = await backend.text.encode_chat(call)
+    prompt = await backend.text.encode_chat(call, backend.card.n_ctx)
     ids = prompt.ids
     check_context(backend, len(ids))
     prepared, parsers = [], []
@@ -129,6 +129,7 @@ async def encode_prompt(backend: Backend, prompt: str | Sequence[int]) -> list[i
     Names of control tokens in it are those tokens, as in llama-server.
     """
     if isinstance(prompt, str):
+        backend.text.check_size(len(prompt), backend.card.n_ctx)
         ids = await backend.text.encode(prompt, add_special=True, parse_special=True)
     else:
         ids = list(prompt)

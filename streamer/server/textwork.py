@@ -5,13 +5,14 @@ threads, so that probes are answered meanwhile.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from streamer.engine.request import Constraint
 from streamer.server.api.calls import ChatCall, OutputFormat
+from streamer.server.api.errors import context_error
 from streamer.server.chatparse import ChatParser
 from streamer.server.chatrun import OutputParser
 from streamer.server.pieces import TokenText
@@ -26,6 +27,7 @@ from streamer.text.vocabulary import read_vocabulary
 
 T = TypeVar("T")
 INLINE_CHARACTERS = 256  # encoded on the loop: under 0.2 ms
+LARGE_CHAT_CHARACTERS = 1 << 15  # from here on even the preparation of a rendering goes to a thread
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class TextWork:
         self._knows_tools = any(knows_tools(source) for source in templates.sources.values())
         by_text = tokenizer.ids_by_text
         self._shown = frozenset(by_text[text] for text in SHOWN_TOKENS if text in by_text)
+        self._longest_token = max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -71,10 +74,26 @@ class TextWork:
         messages, tools = call.messages, call.tools if call.tool_choice != "none" else ()
         if tools and not self._knows_tools:
             messages, tools = _told_in_words(messages, instructions(tools)), ()
-        return await self.templates.render(messages, tools=tools or None, **call.template_kwargs)
 
-    async def encode_chat(self, call: ChatCall) -> ChatPrompt:
+        def rendering() -> Coroutine[Any, Any, RenderedChat]:
+            return self.templates.render(messages, tools=tools or None, **call.template_kwargs)
+
+        if _n_characters(messages) < LARGE_CHAT_CHARACTERS:
+            return await rendering()
+        return await self.run(lambda: asyncio.run(rendering()))
+
+    def check_size(self, n_characters: int, n_ctx: int) -> None:
+        """Refuse what cannot fit by its length alone, before it costs anything.
+
+        The count is a lower bound.
+        """
+        at_least = n_characters // self._longest_token
+        if at_least > n_ctx:
+            raise context_error(at_least, n_ctx)
+
+    async def encode_chat(self, call: ChatCall, n_ctx: int) -> ChatPrompt:
         """Render and encode; names of control tokens in contents stay text."""
+        self.check_size(_n_characters(call.messages), n_ctx)
         rendered = await self.render(call)
         ids = await self.run(self.templates.encode, rendered)
         return ChatPrompt(ids, opens_thinking(rendered.text))
@@ -116,6 +135,10 @@ class TextWork:
         self.templates.close()
         self._constraints.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _n_characters(messages: tuple[dict[str, Any], ...]) -> int:
+    return sum(len(message["content"] or "") for message in messages)
 
 
 def _grammar(wanted: OutputFormat) -> str:

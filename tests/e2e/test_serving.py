@@ -98,13 +98,14 @@ def test_a_body_of_30_mb_is_413_and_probes_answer_meanwhile(smollm2, limit_s):
     assert answers[0].startswith(b"HTTP/1.1 413")
 
 
-def test_a_prompt_of_two_megabytes_is_refused_and_probes_answer_meanwhile(smollm2, limit_s):
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_prompt_that_cannot_fit_is_refused_and_probes_answer_meanwhile(smollm2, limit_s, route):
     answers = []
-    thread = threading.Thread(
-        target=lambda: answers.append(
-            smollm2.post("/v1/completions", {"prompt": "word " * 400_000}, timeout=120)
-        )
-    )
+    text = "<word " * 400_000
+    members = {"prompt": text, "messages": [{"role": "user", "content": text}]}
+    if route == "/v1/chat/completions":
+        del members["prompt"]
+    thread = threading.Thread(target=lambda: answers.append(smollm2.post(route, members, timeout=120)))
     thread.start()
     slowest = 0.0
     while thread.is_alive():
@@ -112,7 +113,7 @@ def test_a_prompt_of_two_megabytes_is_refused_and_probes_answer_meanwhile(smollm
         assert smollm2.get("/livez").status == 200
         slowest = max(slowest, time.perf_counter() - began)
     assert answers[0].status == 400
-    assert answers[0].json["error"]["n_prompt_tokens"] > 300_000
+    assert answers[0].json["error"]["n_prompt_tokens"] > answers[0].json["error"]["n_ctx"] == 4096
     assert slowest < limit_s(0.25)
 
 
