@@ -20,7 +20,7 @@ def test_seeds_and_finds_are_answered_rightly(name: str) -> None:
 
 ODD = (
     {}, [], None, True, 0, -1, 1.5, "x", "", "\ud800", {"a": {}}, [[]], [{}], [None], 10**30, 1e300,
-    -(10**400), {"type": {}}, {"type": []}, {"type": "function"}, {"type": "text"}, {"role": "user"}, {"name": {}},
+    -(10**400), {"type": {}}, {"type": []}, {"type": "function"}, {"type": "text"}, {"role": "user"},
 )  # fmt: skip
 
 
