@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamer.config import Config, default_socket_path, split_host_port
-from streamer.errors import SocketError
+from streamer.errors import ConfigError, SocketError
 from streamer.server.sockets import BACKLOG, BoundSocket, bind_unix
 
 
@@ -43,8 +43,16 @@ def _place(listener: socket.socket) -> str:
 
 
 def open_listening(config: Config, inherited: Sequence[socket.socket]) -> Listening:
-    """SocketError names the path or address that cannot be had."""
+    """SocketError names the path or address that cannot be had.
+
+    ConfigError for a TCP socket from the service manager without `listen`: nobody would ask for its key.
+    """
     listening = Listening()
+    over_tcp = [s for s in inherited if s.family != socket.AF_UNIX]
+    if over_tcp and not config.listen:
+        raise ConfigError(
+            f"listen: is not set, but the service manager gave a socket on {_place(over_tcp[0])}"
+        )
     try:
         if inherited:
             listening.sockets.extend(inherited)
@@ -53,7 +61,7 @@ def open_listening(config: Config, inherited: Sequence[socket.socket]) -> Listen
             bound = bind_unix(path, mode=config.socket_mode, group=config.socket_group)
             listening.bound.append(bound)
             listening.sockets.append(bound.socket)
-        if config.listen:
+        if config.listen and not over_tcp:
             listening.sockets.append(_bind_tcp(config.listen))
     except SocketError:
         listening.close()
