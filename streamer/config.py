@@ -347,18 +347,17 @@ def default_socket_path(environ: Mapping[str, str] | None = None) -> str:
     return f"/tmp/ggufd-{os.getuid()}/ggufd.sock"
 
 
+UNIT_SOCKETS = "/run/ggufd"  # where ggufd@NAME.socket listens: NAME.sock
+
+
 def client_socket_path(flag: str | None, environ: Mapping[str, str] | None = None) -> str:
-    """Where a client looks: flag, $GGUFD_SOCKET, the default place, then the system unit's."""
+    """Where a client looks: flag, $GGUFD_SOCKET, the default place, then the system unit's if there is one."""
     environ = os.environ if environ is None else environ
     path = flag or environ.get("GGUFD_SOCKET") or default_socket_path(environ)
-    if (
-        not flag
-        and "GGUFD_SOCKET" not in environ
-        and not _is_socket(path)
-        and _is_socket("/run/ggufd/ggufd.sock")
-    ):
-        return "/run/ggufd/ggufd.sock"
-    return path
+    if flag or "GGUFD_SOCKET" in environ or _is_socket(path):
+        return path
+    units = [str(x) for x in Path(UNIT_SOCKETS).glob("*.sock") if _is_socket(str(x))]
+    return units[0] if len(units) == 1 else path
 
 
 def _is_socket(path: str) -> bool:
