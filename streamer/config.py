@@ -351,7 +351,7 @@ UNIT_SOCKETS = "/run/ggufd"  # where ggufd@NAME.socket listens: NAME.sock
 
 
 def client_socket_path(flag: str | None, environ: Mapping[str, str] | None = None) -> str:
-    """Where a client looks: flag, $GGUFD_SOCKET, the default place, then the system unit's if there is one."""
+    """Where a client looks: flag, $GGUFD_SOCKET, the default place, then the only system unit's."""
     environ = os.environ if environ is None else environ
     path = flag or environ.get("GGUFD_SOCKET") or default_socket_path(environ)
     if flag or "GGUFD_SOCKET" in environ or _is_socket(path):
