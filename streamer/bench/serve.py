@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -163,14 +164,16 @@ def server_model(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def print_table(measured: Measured) -> None:
-    table = Table("load", *(heading for _, heading in COLUMNS), title="times in ms")
+    table = Table(title="times in ms", box=SIMPLE)
+    for heading in ("load", *(heading for _, heading in COLUMNS)):
+        table.add_column(heading, justify="right", no_wrap=True)
     for group in measured.groups:
         values = [group.metrics.get(name) for name, _ in COLUMNS]
         table.add_row(
             group.label, *("" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values)
         )
     console = Console()
-    console.print(table)
+    console.print(table, soft_wrap=True)  # a pipe's 80 columns would cut numbers off
     for group in measured.groups:
         if group.errors:
             found = ", ".join(f"{n} x {kind}" for kind, n in sorted(group.errors.items()))

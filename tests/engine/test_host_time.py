@@ -1,4 +1,4 @@
-"""The host's own share of a step: what a turn took without what it waited for, on a clock that only we move."""
+"""The host's own share of a step: what a turn took without its waits, on a clock that only we move."""
 
 import asyncio
 
