@@ -46,6 +46,7 @@ from streamer.config import client_socket_path
 
 WARM_UP_TOKENS = 16
 DEFAULT_STREAMS = (1, 4, 16, 64)
+PIPE_COLUMNS = 130
 COLUMNS = (  # metric, heading
     ("requests", "requests"),
     ("errors", "errors"),
@@ -72,7 +73,7 @@ class Loop:
 
     @property
     def label(self) -> str:
-        return f"{self.streams} streams" if self.streams else f"{self.rate:g}/s"
+        return f"{self.streams} stream{'s' * (self.streams > 1)}" if self.streams else f"{self.rate:g}/s"
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,8 @@ def print_table(measured: Measured) -> None:
         table.add_row(
             group.label, *("" if v is None else f"{v:,.0f}" if v >= 100 else f"{v:.3g}" for v in values)
         )
-    console = Console()
-    console.print(table, soft_wrap=True)  # a pipe's 80 columns would cut numbers off
+    console = Console() if sys.stdout.isatty() else Console(width=PIPE_COLUMNS)
+    console.print(table)
     for group in measured.groups:
         if group.errors:
             found = ", ".join(f"{n} x {kind}" for kind, n in sorted(group.errors.items()))
@@ -185,7 +186,7 @@ def print_table(measured: Measured) -> None:
 def runs_of(measured: Measured) -> list[dict[str, Any]]:
     """A record's runs: each loop's metrics and errors."""
     return [
-        {"loop": g.name, "peak_in_flight": g.peak_in_flight, "errors": dict(g.errors), **g.metrics}
+        {"loop": g.name, "peak_in_flight": g.peak_in_flight, "error_kinds": dict(g.errors), **g.metrics}
         for g in measured.groups
     ]
 

@@ -93,6 +93,7 @@ def _over_time(outcomes: Sequence[Outcome]) -> list[str]:
     rate = [
         (float(e + length / BINS / 2), float(c * share * BINS / length))
         for e, c in zip(edges, counts, strict=False)
+        if good
     ]
     times = [
         Line("first token", [(o.start_s - start, 1e3 * o.ttft_s) for o in good], joined=False),
