@@ -105,8 +105,13 @@ def cupti_path() -> str | None:
     return None
 
 
+def python_path() -> str:
+    """The source tree before whatever else the caller has put there (packages, on a machine without a venv)."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+
+
 def run_step(step: Step, out: Path, deadline_s: float) -> Outcome:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GGUFD_RESULTS": str(out)}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "GGUFD_RESULTS": str(out)}
     cupti = cupti_path()
     if cupti is not None:
         environment.setdefault("COPY_TRACE_CUPTI", cupti)

@@ -1,6 +1,7 @@
-"""The contract of a device: memory, streams, events, counted copies. Backends: host.py, cuda.py; faulty.py wraps one.
+"""The contract of a device: memory, streams, events, counted copies. Backends: host.py, cuda.py.
 
-Vocabulary as in cuda.core. `stream` is keyword-only. Nothing here knows weights, models or files.
+faulty.py wraps one. Vocabulary as in cuda.core. `stream` is keyword-only. Nothing here knows weights, models
+or files.
 Thread rule: every method may be called from any thread; a backend makes its context current itself.
 """
 
@@ -22,7 +23,7 @@ class CopyPhase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a device can do, read from the driver once. The gates in `transfer/choose.py` are tables over this."""
+    """What a device can do, read from the driver once. `transfer/choose.py` holds tables over this."""
 
     kind: str  # "cuda" | "host"
     name: str  # "NVIDIA H200" | "host"
@@ -46,12 +47,12 @@ class MemoryInfo:
 
 
 class Event(Protocol):
-    """A point in a stream. Created by `Stream.record`; done once everything before it on that stream is done."""
+    """A point in a stream, made by `Stream.record`: done once everything before it there is done."""
 
     @property
     def is_done(self) -> bool: ...
     def sync(self) -> None:
-        """Block the calling thread (without the interpreter lock) until done. Raises DeviceError if the work failed."""
+        """Block the calling thread, without the interpreter lock, until done. DeviceError if it failed."""
 
 
 class Stream(Protocol):
@@ -133,14 +134,14 @@ class Device(Protocol):
         """Set bytes to `value` (0..255), ordered on `stream`."""
 
     def checksum(self, buffer: Buffer, offset: int, nbytes: int, *, stream: Stream) -> "PendingChecksum":
-        """`device.checksum.checksum_reference` of device bytes, computed on the device, ordered on `stream`."""
+        """`checksum.checksum_reference` of device bytes, computed on the device, ordered on `stream`."""
 
     def enter_serving(self) -> None:
         """From now on uploads count under phase `serve`. Once."""
 
     def statistics(self) -> DeviceStatistics: ...
     def close(self) -> None:
-        """Sync, free everything still allocated, leave the process able to open the device again. Idempotent."""
+        """Sync, free what is still allocated, leave the process able to open the device again. Idempotent."""
 
 
 class Registration(Protocol):

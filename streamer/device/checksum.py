@@ -1,9 +1,10 @@
 """The checksum that proves residency: position-sensitive, associative over aligned chunks, as fast as memory.
 
 Definition over n bytes, read as little-endian 64-bit words w[0..], the tail padded with zero bytes:
-S_j = sum of w[i] with i % LANES == j (mod 2^64); checksum = sum over j of S_j * multiplier(j) + n * LENGTH_FACTOR (mod 2^64),
-multiplier(j) = 2j + 1 odd times GOLDEN. A flipped bit, a chunk in another's place or a shift changes it;
-an exchange of words whose distance is a multiple of 512 bytes does not (chunks are compared one by one for that).
+S_j = sum of w[i] with i % LANES == j (mod 2^64);
+checksum = sum over j of S_j * multiplier(j) + n * LENGTH_FACTOR (mod 2^64), multiplier(j) = (2j+1) * GOLDEN.
+A flipped bit, a chunk in another's place or a shift changes it; an exchange of words whose distance is a
+multiple of 512 bytes does not (chunks are compared one by one for that).
 """
 
 import numpy as np

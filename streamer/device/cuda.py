@@ -13,7 +13,7 @@ from streamer.device.account import Account
 from streamer.device.base import Buffer, CopyKind, DeviceStatistics, MemoryInfo, Stream
 from streamer.device.cuda_checksum import ChecksumCode, ChecksumKernel, CudaPendingChecksum
 from streamer.device.cuda_driver import OUT_OF_MEMORY, Driver, find_device, load_driver, read_capabilities
-from streamer.device.cuda_memory import CudaBuffer, CudaPinned, CudaRegistration, Owned
+from streamer.device.cuda_memory import CudaBuffer, CudaPinned, CudaRegistration, Owned, PinnedRanges
 from streamer.device.cuda_queue import CudaStream, EventPool, raw_stream
 from streamer.errors import DeviceError, DeviceMemoryError
 
@@ -51,7 +51,7 @@ class CudaDevice:
         self._checksum_code = checksum_code
         self._checksum: ChecksumKernel | None = None
         self._checksum_lock = threading.Lock()
-        self._copy = driver.api.cuMemcpyHtoDAsync
+        self._pinned = PinnedRanges()
         self._is_open = True
         self._pool = self._open_pool() if pool else None
 
@@ -89,6 +89,7 @@ class CudaDevice:
             raise self._allocation_error("cuMemHostAlloc", code, nbytes, "pinned memory")
         pinned = CudaPinned(int(address), nbytes, self._free_pinned)
         self._account.pinned(nbytes)
+        self._pinned.add(pinned.address, nbytes)
         return self._own(pinned)
 
     def register(self, address: int, nbytes: int) -> CudaRegistration:
@@ -102,6 +103,7 @@ class CudaDevice:
         self.driver.call("cuMemHostRegister", address, nbytes, _PORTABLE | _READ_ONLY)
         registration = CudaRegistration(address, nbytes, self._unregister)
         self._account.pinned(nbytes)
+        self._pinned.add(address, nbytes)
         return self._own(registration)
 
     # ---- streams and copies ------------------------------------------------------------
@@ -119,7 +121,12 @@ class CudaDevice:
     ) -> None:
         assert 0 <= offset <= offset + nbytes <= buffer.nbytes, (offset, nbytes, buffer.nbytes)
         self.activate()
-        (code,) = self._copy(buffer.handle + offset, source, nbytes, raw_stream(stream))
+        if self._pinned.covers(source, nbytes):
+            code = self.driver.quick.cuMemcpyHtoDAsync(buffer.handle + offset, source, nbytes, stream.handle)
+        else:  # the driver stages it, and returns when it has
+            (code,) = self.driver.api.cuMemcpyHtoDAsync(
+                buffer.handle + offset, source, nbytes, raw_stream(stream)
+            )
         if code != 0:
             raise self.driver.error("cuMemcpyHtoDAsync", code)
         self._account.uploaded(kind, nbytes)
@@ -223,12 +230,14 @@ class CudaDevice:
     def _free_pinned(self, owned: Owned) -> None:
         assert isinstance(owned, CudaPinned)
         self._disown(owned)
+        self._pinned.remove(owned.address)
         self._account.pinned(-owned.nbytes)
         self.driver.call("cuMemFreeHost", owned.address)
 
     def _unregister(self, owned: Owned) -> None:
         assert isinstance(owned, CudaRegistration)
         self._disown(owned)
+        self._pinned.remove(owned.address)
         self._account.pinned(-owned.nbytes)
         self.driver.call("cuMemHostUnregister", owned.address)
 

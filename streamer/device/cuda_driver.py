@@ -1,10 +1,13 @@
 """The NVIDIA driver as this house uses it: loaded on demand, every return code checked and explained.
 
-The bindings return tuples `(code, *values)`; `Driver.call` turns them into values or errors. Importing this
-file loads nothing.
+The bindings return tuples `(code, *values)`; `Driver.call` turns them into values or errors. They release the
+interpreter lock in every call. A call that never waits is cheaper with the lock held, where many threads want
+it back: `Driver.quick` has these. Importing this file loads nothing.
 """
 
+import ctypes
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from streamer.device.base import Capabilities
@@ -33,11 +36,29 @@ _COUNTS = frozenset({"multiprocessors", "copy_engines"})
 _current = threading.local()
 
 
+class QuickCalls:
+    """Calls of libcuda that never wait, with the interpreter lock held: integers in, the code out.
+
+    A copy may only be given memory that is pinned or registered: from other memory the driver waits for it.
+    """
+
+    def __init__(self, library: Any) -> None:
+        def function(symbol: str, *types: Any) -> Callable[..., int]:
+            found: Any = getattr(library, symbol)
+            found.argtypes, found.restype = types, ctypes.c_int
+            return found  # type: ignore[no-any-return]
+
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self.cuMemcpyHtoDAsync = function("cuMemcpyHtoDAsync_v2", ctypes.c_uint64, pointer, size, pointer)
+        self.cuEventRecord = function("cuEventRecord", pointer, pointer)  # (event, stream)
+        self.cuEventQuery = function("cuEventQuery", pointer)
+
+
 class Driver:
     """Checked calls of `cuda.bindings.driver`. `api` is that module; its functions may be called directly."""
 
-    def __init__(self, api: Any) -> None:
-        self.api = api
+    def __init__(self, api: Any, quick: Any) -> None:
+        self.api, self.quick = api, quick
         self.lost = False  # a call answered with a code of LOST_CONTEXT
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -54,7 +75,10 @@ class Driver:
         return DeviceError(name, self._text("cuGetErrorName", code), self._text("cuGetErrorString", code))
 
     def _text(self, function: str, code: Any) -> str:
-        answer, text = getattr(self.api, function)(code)
+        try:
+            answer, text = getattr(self.api, function)(self.api.CUresult(int(code)))
+        except ValueError:  # newer than the bindings
+            return f"code {int(code)}"
         return text.decode(errors="replace") if answer == 0 and text else f"code {int(code)}"
 
     def make_current(self, context: Any, token: object) -> None:
@@ -76,7 +100,7 @@ def load_driver() -> Driver:
         (code,) = api.cuInit(0)
     except RuntimeError as error:  # the bindings found no libcuda
         raise DeviceNotFoundError("no NVIDIA driver: libcuda.so.1 is not there") from error
-    driver = Driver(api)
+    driver = Driver(api, QuickCalls(ctypes.PyDLL("libcuda.so.1")))
     if code != 0:
         raise DeviceNotFoundError(f"the NVIDIA driver does not answer: {driver.error('cuInit', code)}")
     return driver

@@ -1,6 +1,8 @@
 """Memory of a CUDA device: its own, page-locked host memory, registered windows. Each is freed once."""
 
 import ctypes
+import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
@@ -54,3 +56,32 @@ class CudaRegistration(Owned):
     def __init__(self, address: int, nbytes: int, release: Callable[[Owned], None]) -> None:
         super().__init__(nbytes, release)
         self.address = address
+
+
+class PinnedRanges:
+    """Which host memory the copy engines read by themselves. Disjoint ranges; readers take no lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: tuple[list[int], list[int]] = [], []  # starts, ends; replaced as a whole
+
+    def add(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            starts, ends = self._ranges
+            at = bisect_right(starts, address)
+            self._ranges = (
+                [*starts[:at], address, *starts[at:]],
+                [*ends[:at], address + nbytes, *ends[at:]],
+            )
+
+    def remove(self, address: int) -> None:
+        with self._lock:
+            starts, ends = self._ranges
+            at = starts.index(address)
+            self._ranges = [*starts[:at], *starts[at + 1 :]], [*ends[:at], *ends[at + 1 :]]
+
+    def covers(self, address: int, nbytes: int) -> bool:
+        """Whether one range holds all of `[address, address + nbytes)`."""
+        starts, ends = self._ranges
+        at = bisect_right(starts, address) - 1
+        return at >= 0 and address + nbytes <= ends[at]

@@ -19,20 +19,21 @@ class EventPool:
         self.driver = driver
         self.flags = _DISABLE_TIMING | (0 if spin else _BLOCKING_SYNC)
         self.is_open = True
-        self._free: deque[Any] = deque()
+        self._free: deque[tuple[Any, int]] = deque()
         self._made: list[Any] = []
 
-    def take(self) -> Any:
+    def take(self) -> tuple[Any, int]:
+        """The bindings' handle of an event, and the same as a number."""
         try:
             return self._free.pop()
         except IndexError:
             handle = self.driver.call("cuEventCreate", self.flags)
             self._made.append(handle)
-            return handle
+            return handle, int(handle)
 
-    def give_back(self, handle: Any) -> None:
+    def give_back(self, handle: Any, number: int) -> None:
         if self.is_open:
-            self._free.append(handle)
+            self._free.append((handle, number))
 
     def close(self, attempt: Callable[..., None]) -> None:
         """Destroy every event ever made; `attempt` calls the driver and keeps the first error."""
@@ -45,16 +46,17 @@ class EventPool:
 class CudaEvent:
     """A recorded point of a stream. The handle goes back to the pool when nobody holds the event any more."""
 
-    __slots__ = ("_activate", "_done", "_pool", "handle")
+    __slots__ = ("_activate", "_done", "_pool", "handle", "number")
 
-    def __init__(self, pool: EventPool, activate: Callable[[], None], handle: Any) -> None:
-        self._pool, self._activate, self.handle, self._done = pool, activate, handle, False
+    def __init__(self, pool: EventPool, activate: Callable[[], None], handle: Any, number: int) -> None:
+        self._pool, self._activate, self._done = pool, activate, False
+        self.handle, self.number = handle, number
 
     @property
     def is_done(self) -> bool:
         if not self._done:
             self._activate()
-            (code,) = self._pool.driver.api.cuEventQuery(self.handle)
+            code = self._pool.driver.quick.cuEventQuery(self.number)
             if code == NOT_READY:
                 return False
             if code != 0:
@@ -63,16 +65,15 @@ class CudaEvent:
         return True
 
     def sync(self) -> None:
-        """Sleep until done; the bindings release the interpreter lock in the call."""
-        if not self._done:
-            self._activate()
+        """Ask first, which costs a microsecond; only what is not done yet gives the interpreter lock away."""
+        if not self.is_done:
             (code,) = self._pool.driver.api.cuEventSynchronize(self.handle)
             if code != 0:
                 raise self._pool.driver.error("cuEventSynchronize", code)
             self._done = True
 
     def __del__(self) -> None:
-        self._pool.give_back(self.handle)
+        self._pool.give_back(self.handle, self.number)
 
     def __repr__(self) -> str:
         return f"<CudaEvent done={self._done}>"
@@ -92,17 +93,13 @@ class CudaStream:
         self.name = name
         self.raw = driver.call("cuStreamCreate", _NON_BLOCKING)  # the bindings' handle: cheapest to pass on
         self._driver, self._pool, self._activate, self._release = driver, pool, activate, release
-        self._record = driver.api.cuEventRecord
+        self.handle = int(self.raw)
         self.is_open = True
-
-    @property
-    def handle(self) -> int:
-        return int(self.raw)
 
     def record(self) -> CudaEvent:
         self._activate()
-        event = CudaEvent(self._pool, self._activate, self._pool.take())
-        (code,) = self._record(event.handle, self.raw)
+        event = CudaEvent(self._pool, self._activate, *self._pool.take())
+        code = self._driver.quick.cuEventRecord(event.number, self.handle)
         if code != 0:
             raise self._driver.error("cuEventRecord", code)
         return event

@@ -27,10 +27,13 @@ DIRECT_ALIGNMENT = 4096  # of address, offset and length for O_DIRECT: at least 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _SCRATCH_NBYTES = 1 << 20
+_QUICK_NBYTES = 256 << 10  # a question about so much takes a few microseconds
 
 _libc = ctypes.CDLL(None, use_errno=True)  # CDLL (not PyDLL): calls run without the interpreter lock
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_quick = ctypes.PyDLL(None, use_errno=True)  # with the lock: cheaper for what takes a few microseconds
+_quick.mincore.argtypes = _libc.mincore.argtypes
 _libc.pread64.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
 _libc.pread64.restype = ctypes.c_ssize_t
 
@@ -162,7 +165,8 @@ class Mapping:
         begin = offset // PAGE_NBYTES * PAGE_NBYTES
         length = offset + nbytes - begin
         states = np.empty(-(-length // PAGE_NBYTES), dtype=np.uint8)  # bit 0: resident
-        if _libc.mincore(self.address + begin, length, states.ctypes.data):
+        libc = _quick if nbytes <= _QUICK_NBYTES else _libc
+        if libc.mincore(self.address + begin, length, states.ctypes.data):
             code = ctypes.get_errno()
             if code in (errno.EPERM, errno.ENOSYS):
                 return nbytes

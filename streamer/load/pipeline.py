@@ -84,7 +84,16 @@ class _Load:
 
     def start(self, mapping_is_safe: bool) -> list[Callable[[], None]]:
         """Wire the stages together; returns the bodies of the threads."""
-        allocator = Allocator(self.plan, self.device, self.weights, self.ledger, self.tracer, self.landing)
+        allocator = Allocator(
+            self.plan,
+            self.device,
+            self.weights,
+            self.ledger,
+            self.tracer,
+            self.landing,
+            workers=self.transfer.n_workers,
+            batch=self.transfer.batch,
+        )
         settler = Settler(
             self.plan,
             self.paths,
@@ -99,7 +108,7 @@ class _Load:
             verify=self.verify,
         )
         self.settler = settler
-        for waker in (allocator.moves.abort, settler.queued.abort):
+        for waker in (allocator.batches.abort, settler.queued.abort):
             self.halt.on_request(waker)
         if self.landing is not None:
             self.halt.on_request(self.landing.abort)
@@ -109,7 +118,7 @@ class _Load:
             device=self.device,
             sources=self.sources,
             streams=self.uploads,
-            feed=allocator.moves,
+            feed=allocator.batches,
             hooks=settler,
             stop=self.halt.stop,
             tracer=self.tracer,

@@ -19,9 +19,9 @@ from streamer.plan.chunks import chunks_of
 from streamer.plan.plan import Layout, Plan, PlannedWeight, Segment
 from streamer.residency.ledger import Ledger
 from streamer.trace import Tracer
-from streamer.transfer.base import Move, Origin
+from streamer.transfer.base import Batch, Move, Origin
 
-MOVES_AHEAD = 256  # moves waiting for a worker
+BATCHES_AHEAD = 64  # waiting for a worker
 WEIGHTS_AHEAD = 64  # weights waiting to be settled
 SETTLING = 16  # weights whose checksums or rearrangement are in flight
 
@@ -37,22 +37,26 @@ class Allocator:
         ledger: Ledger,
         tracer: Tracer,
         landing: Landing | None,
+        *,
+        workers: int,
+        batch: int,
     ) -> None:
         self._plan, self._device, self._weights = plan, device, weights
         self._ledger, self._tracer, self._landing = ledger, tracer, landing
-        self.moves: Channel[Move] = Channel(MOVES_AHEAD)
+        self._pace = Pace(plan.nbytes, plan.chunk_nbytes, workers, batch)
+        self.batches: Channel[Batch] = Channel(BATCHES_AHEAD)
 
     def run(self) -> None:
         """Body of the allocating thread. Aborted when the load is stopped."""
-        put = 0  # moves so far
-        begun = 0  # taken moves at which the previous segment's upload has begun
+        put = 0  # batches so far
+        begun = 0  # taken batches at which the previous segment's upload has begun
         for segment in self._plan.segments:
-            self.moves.wait_taken(begun)
+            self.batches.wait_taken(begun)
             begun = put + 1
             buffer = self._allocate(segment)
             for index in segment.weights:
                 put += self._feed(self._plan.weights[index], buffer)
-        self.moves.close()
+        self.batches.close()
 
     def _allocate(self, segment: Segment) -> Buffer:
         names = [self._plan.weights[index].name for index in segment.weights]
@@ -64,15 +68,38 @@ class Allocator:
         return buffer
 
     def _feed(self, weight: PlannedWeight, segment: Buffer) -> int:
-        """Put the weight's moves; returns how many."""
+        """Put the weight's batches; returns how many."""
         buffer, offset = segment, weight.destination_offset
         if weight.layout is not Layout.FILE:
             assert self._landing is not None, f"{weight.name} needs a finisher"
             buffer, offset = self._landing.buffer, self._landing.reserve(weight)
-        chunks = chunks_of(weight, self._plan)
-        for chunk in chunks:
-            self.moves.put(Move(chunk, buffer, offset + chunk.offset))
-        return len(chunks)
+        moves = tuple(Move(chunk, buffer, offset + chunk.offset) for chunk in chunks_of(weight, self._plan))
+        put = done = 0
+        while done < len(moves):
+            batch = moves[done : done + self._pace.next()]
+            self._pace.advance(sum(move.chunk.nbytes for move in batch))
+            self.batches.put(batch)
+            put, done = put + 1, done + len(batch)
+        return put
+
+
+class Pace:
+    """How many chunks go into the next batch: few at both ends of a load, so that no worker waits long.
+
+    At the start the link has nothing to do until the first chunk is there; at the end everybody waits for the
+    last worker.
+    """
+
+    def __init__(self, total: int, chunk_nbytes: int, workers: int, most: int) -> None:
+        self._total, self._sent = total, 0
+        self._round, self._most = 2 * workers * chunk_nbytes, most
+
+    def next(self) -> int:
+        near = min(self._sent, self._total - self._sent)
+        return max(1, min(self._most, near // self._round))
+
+    def advance(self, nbytes: int) -> None:
+        self._sent += nbytes
 
 
 @dataclass
@@ -118,29 +145,34 @@ class Settler:
         self._progress = [_Progress(weight, weight.tensor.nbytes) for weight in plan.weights]
         self._unqueued = [len(segment.weights) for segment in plan.segments]
         self.queued: Channel[int] = Channel(WEIGHTS_AHEAD)
+        self._traces = tracer.enabled
         self.timings = UploadTimings(tracer, len(uploads))
 
     # ---- Hooks: called by workers
 
-    def submitted(self, move: Move, stream: int, origin: Origin, checksum: int | None) -> None:
-        chunk = move.chunk
-        self.timings.submitted(move, stream)
+    def read(self, nbytes: int, origin: Origin) -> None:
         if origin is Origin.PAGE_CACHE:
-            self._ledger.read(page_cache=chunk.nbytes)
+            self._ledger.read(page_cache=nbytes)
         else:
-            self._ledger.read(storage=chunk.nbytes)
+            self._ledger.read(storage=nbytes)
+
+    def submitted(self, move: Move, stream: int, checksum: int | None) -> None:
+        if self._traces:
+            self.timings.submitted(move, stream)
+        chunk = move.chunk
         progress = self._progress[chunk.weight]
         with self.lock:
-            progress.buffer, progress.offset = move.buffer, move.offset - chunk.offset
             if checksum is not None:
                 progress.checksums.append((chunk.offset, chunk.nbytes, checksum))
             progress.left -= chunk.nbytes
-            is_queued = progress.left == 0
+            is_queued = not progress.left
         if is_queued:
+            progress.buffer, progress.offset = move.buffer, move.offset - chunk.offset
             self.queued.put(chunk.weight)
 
     def completed(self, move: Move) -> None:
-        self.timings.completed(move)
+        if self._traces:
+            self.timings.completed(move)
         self._ledger.completed(move.chunk.weight, move.chunk.nbytes)
 
     def blame(self, move: Move, error: Exception) -> Exception:

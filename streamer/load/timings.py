@@ -7,7 +7,7 @@ from streamer.transfer.base import Move
 
 
 class UploadTimings:
-    """When each copy was queued and seen completed, for the trace. Idle when nothing is traced."""
+    """When each copy was queued and seen completed, for the trace. Told of copies only where one is made."""
 
     def __init__(self, tracer: Tracer, streams: int) -> None:
         self._tracer = tracer
@@ -16,16 +16,14 @@ class UploadTimings:
         self._copies: list[list[tuple[float, float, str, int]]] = [[] for _ in range(streams)]
 
     def submitted(self, move: Move, stream: int) -> None:
-        if self._tracer.enabled:
-            with self._lock:
-                self._queued[move.chunk.weight, move.chunk.offset] = stream, self._tracer.clock()
+        with self._lock:
+            self._queued[move.chunk.weight, move.chunk.offset] = stream, self._tracer.clock()
 
     def completed(self, move: Move) -> None:
-        if self._tracer.enabled:
-            with self._lock:
-                stream, queued_s = self._queued.pop((move.chunk.weight, move.chunk.offset))
-                copy = (queued_s, self._tracer.clock(), str(move.chunk.weight), move.chunk.nbytes)
-                self._copies[stream].append(copy)
+        with self._lock:
+            stream, queued_s = self._queued.pop((move.chunk.weight, move.chunk.offset))
+            copy = (queued_s, self._tracer.clock(), str(move.chunk.weight), move.chunk.nbytes)
+            self._copies[stream].append(copy)
 
     def export(self) -> None:
         """Add the upload lanes to the trace; after the load."""

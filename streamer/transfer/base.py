@@ -49,20 +49,26 @@ class Move:
     offset: int
 
 
+Batch = tuple[Move, ...]  # pieces of one weight that follow each other, in the file and in device memory
+
+
 class Feed(Protocol):
-    """Moves in execution order, handed to whichever worker asks."""
+    """Batches in execution order, handed to whichever worker asks."""
 
-    def get(self) -> Move | None:
-        """The next move; blocks until there is one. None at the end, or when the load has been stopped."""
+    def get(self) -> Batch | None:
+        """The next one; blocks until there is one. None at the end, or when the load has been stopped."""
 
-    def get_nowait(self) -> Move | None:
-        """The next move if there is one now."""
+    def get_nowait(self) -> Batch | None:
+        """The next one if there is one now."""
 
 
 class Hooks(Protocol):
     """The account of a run, called from workers' threads."""
 
-    def submitted(self, move: Move, stream: int, origin: Origin, checksum: int | None) -> None:
+    def read(self, nbytes: int, origin: Origin) -> None:
+        """So many bytes are about to be taken from there."""
+
+    def submitted(self, move: Move, stream: int, checksum: int | None) -> None:
         """The copy is queued on `run.streams[stream]`. `checksum` is of the bytes the host handed over."""
 
     def completed(self, move: Move) -> None:
@@ -102,6 +108,7 @@ class Transfer(Protocol):
     n_workers: int
     n_streams: int
     chunk_nbytes: int  # largest chunk it moves; the plan's chunks are cut to it
+    batch: int  # chunks a worker takes at a time, at most
 
     def prepare(self) -> None:
         """Pin now what the workers would pin at their start. Optional: a thread may do it early."""

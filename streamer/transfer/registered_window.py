@@ -1,21 +1,25 @@
 """Registered windows: DMA straight from the read-only mapping, no copy by the CPU. For few cores.
 
 The file is cut by a fixed grid into page-aligned windows. A window is populated, registered, copied from, and
-unregistered after the events of its copies; a chunk across a grid line goes in two copies, since one copy may
-not span two registrations. Registration serialises with DMA in the driver (19-23 GB/s measured), so a second
-worker gains nothing. With `keep` a window stays registered, counted as pinned, and a reload is pure DMA.
+unregistered after the events of its copies. A batch goes in one copy, or in one a window where it crosses a
+grid line: one copy may not span two registrations. Registration serialises with DMA in the driver (19-23 GB/s
+measured), so a second worker gains nothing. With `keep` a window stays registered, counted as pinned, and a
+reload is pure DMA.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from streamer.device.base import CopyKind, Device, Event, Registration
-from streamer.errors import DeviceError, GgufdError
-from streamer.transfer.base import MIB, PAGE_NBYTES, Move, Origin, Run, Source, TransferStatistics
+from streamer.errors import GgufdError
+from streamer.transfer.base import MIB, PAGE_NBYTES, Batch, Origin, Run, Source, TransferStatistics
+from streamer.transfer.slot_worker import span_nbytes
 from streamer.transfer.slots import checksum_of_mapping
 from streamer.transfer.source_policy import is_cached
 
 WINDOW_NBYTES = 64 * MIB
 MAX_WINDOWS = 3  # one being registered, one being copied from, one being given back
+BATCH = 8  # chunks in one copy: large ones come closer to the link's peak, smaller ones report earlier
+IN_FLIGHT = 16  # batches queued and not done: the driver blocks whoever queues a thousand copies
 
 Key = tuple[int, int]  # (address of the mapping, window index)
 
@@ -44,10 +48,11 @@ class RegisteredWindow:
         chunk_nbytes: int,
         window_nbytes: int = WINDOW_NBYTES,
         max_windows: int = MAX_WINDOWS,
+        batch: int = BATCH,
         keep: bool = False,
     ) -> None:
         assert window_nbytes % PAGE_NBYTES == 0, window_nbytes
-        self._device, self.chunk_nbytes = device, chunk_nbytes
+        self._device, self.chunk_nbytes, self.batch = device, chunk_nbytes, batch
         self._window_nbytes, self._max_windows, self._keep = window_nbytes, max_windows, keep
         self._windows: OrderedDict[Key, Window] = OrderedDict()  # least recently used first
 
@@ -55,19 +60,19 @@ class RegisteredWindow:
         return None
 
     def work(self, worker: int, run: Run) -> None:
-        in_flight: list[tuple[Move, Event]] = []
+        in_flight: deque[tuple[Batch, Event]] = deque()
         while not run.stop.is_set():
-            move = run.feed.get_nowait()
-            if move is None:
-                self._report(in_flight, run, wait=True)
-                move = run.feed.get()
-                if move is None:
+            batch = run.feed.get_nowait()
+            if batch is None:
+                self._report(in_flight, run, most=0)
+                batch = run.feed.get()
+                if batch is None:
                     return
             try:
-                in_flight.append((move, self._upload(move, run)))
+                in_flight.append((batch, self._upload(batch, run)))
             except GgufdError as error:
-                raise run.hooks.blame(move, error) from error
-            self._report(in_flight, run, wait=False)
+                raise run.hooks.blame(batch[0], error) from error
+            self._report(in_flight, run, most=IN_FLIGHT)
 
     def detach(self) -> None:
         while self._windows:
@@ -80,33 +85,30 @@ class RegisteredWindow:
         pinned = sum(window.registration.nbytes for window in self._windows.values())
         return TransferStatistics(self.name, 1, 0, pinned)
 
-    def _upload(self, move: Move, run: Run) -> Event:
-        """Queue a chunk's copies, one a window; returns the event after the last."""
-        chunk, stream = move.chunk, run.streams[0]
-        source = run.sources[chunk.shard]
-        cached = is_cached(source, chunk)
+    def _upload(self, batch: Batch, run: Run) -> Event:
+        """Queue a batch's copies, one a window; returns the event after the last."""
+        first, nbytes, stream = batch[0], span_nbytes(batch), run.streams[0]
+        begin, source = first.chunk.file_offset, run.sources[first.chunk.shard]
+        cached = is_cached(source, begin, nbytes)
+        run.hooks.read(nbytes, Origin.PAGE_CACHE if cached else Origin.STORAGE)
         done = 0
         event: Event | None = None
-        while done < chunk.nbytes:
-            offset = chunk.file_offset + done
+        while done < nbytes:
+            offset = begin + done
             index = offset // self._window_nbytes
-            part = min(chunk.nbytes - done, (index + 1) * self._window_nbytes - offset)
+            part = min(nbytes - done, (index + 1) * self._window_nbytes - offset)
             window = self._window(source, index, run)
-            self._device.upload(
-                move.buffer,
-                move.offset + done,
-                source.address + offset,
-                part,
-                stream=stream,
-                kind=CopyKind.WEIGHTS,
+            address = source.address + offset
+            run.device.upload(
+                first.buffer, first.offset + done, address, part, stream=stream, kind=CopyKind.WEIGHTS
             )
             event = window.event = stream.record()
             done += part
         assert event is not None, "chunks are not empty"
-        checksum = (
-            checksum_of_mapping(source.address + chunk.file_offset, chunk.nbytes) if run.checksum else None
-        )
-        run.hooks.submitted(move, 0, Origin.PAGE_CACHE if cached else Origin.STORAGE, checksum)
+        for move in batch:
+            address = source.address + move.chunk.file_offset
+            checksum = checksum_of_mapping(address, move.chunk.nbytes) if run.checksum else None
+            run.hooks.submitted(move, 0, checksum)
         return event
 
     def _window(self, source: Source, index: int, run: Run) -> Window:
@@ -135,16 +137,17 @@ class RegisteredWindow:
         self._windows.popitem(last=False)
         window.registration.close()
 
-    def _report(self, in_flight: list[tuple[Move, Event]], run: Run, *, wait: bool) -> None:
-        """Report completed copies, oldest first; `wait` for all of them."""
-        done = 0
-        for move, event in in_flight:
-            if run.stop.is_set() or not (wait or event.is_done):
-                break
+    def _report(self, in_flight: deque[tuple[Batch, Event]], run: Run, *, most: int) -> None:
+        """Report completed copies, oldest first; wait until at most `most` batches are in flight."""
+        while in_flight and not run.stop.is_set():
+            batch, event = in_flight[0]
             try:
-                event.sync()
-            except DeviceError as error:
-                raise run.hooks.blame(move, error) from error
-            run.hooks.completed(move)
-            done += 1
-        del in_flight[:done]
+                if len(in_flight) > most:
+                    event.sync()
+                elif not event.is_done:
+                    return
+            except GgufdError as error:
+                raise run.hooks.blame(batch[0], error) from error
+            in_flight.popleft()
+            for move in batch:
+                run.hooks.completed(move)

@@ -39,7 +39,7 @@ class Slot:
             event.sync()
         except GgufdError as error:
             raise run.hooks.blame(move, error) from error
-        self.move = self.event = None
+        self.forget()
         run.hooks.completed(move)
         return move
 
@@ -72,6 +72,11 @@ class SlotPool:
                 if slot_or_none is not None:
                     slots.append(slot_or_none)
         return slots
+
+    def take_all(self) -> None:
+        """Pin every worker's slots now."""
+        for worker in range(len(self._slots)):
+            self.take(worker)
 
     def _pin(self) -> Slot | None:
         try:

@@ -1,7 +1,7 @@
-"""How a chunk's bytes leave the file: decided purely from residency and what the file system can do.
+"""How bytes leave the file: decided purely from residency and what the file system can do.
 
-The page cache is asked with mincore on a probe of 64 KiB in the chunk's middle (a whole chunk of 4 MiB costs
-60 us, a quarter of copying it). A wrong guess is slower, never wrong: every way reads the same bytes.
+The page cache is asked with mincore on a probe of 64 KiB in the range's middle (4 MiB cost 60 us, a quarter
+of copying them). A wrong guess is slower, never wrong: every way reads the same bytes.
 """
 
 import ctypes
@@ -40,20 +40,20 @@ WAYS = {
 }
 
 
-def choose_way(source: Source, chunk: Chunk, *, mapping_is_safe: bool) -> Way:
-    """The way for one chunk. Asks for O_DIRECT only when the chunk is cold."""
-    cached = is_cached(source, chunk)
+def choose_way(source: Source, offset: int, nbytes: int, *, mapping_is_safe: bool) -> Way:
+    """The way for a range of the file. Asks for O_DIRECT only when the range is cold."""
+    cached = is_cached(source, offset, nbytes)
     return WAYS[cached, mapping_is_safe, cached or source.open_direct()]
 
 
-def is_cached(source: Source, chunk: Chunk) -> bool:
-    """Whether the page cache holds the chunk, judged by its middle.
+def is_cached(source: Source, offset: int, nbytes: int) -> bool:
+    """Whether the page cache holds the range, judged by its middle.
 
     To a process that neither owns nor may write the file, mincore calls everything resident (a daemon under
     DynamicUser is one). So a yes is confirmed by reading a byte that must not wait for storage.
     """
-    probe = min(chunk.nbytes, PROBE_NBYTES)
-    start = chunk.file_offset + (chunk.nbytes - probe) // 2
+    probe = min(nbytes, PROBE_NBYTES)
+    start = offset + (nbytes - probe) // 2
     if source.resident_bytes(start, probe) < probe:
         return False
     try:

@@ -7,14 +7,15 @@ completed, so that the model is never held twice.
 """
 
 import threading
+from collections.abc import Sequence
 
 from streamer.device.base import Capabilities, Device
-from streamer.errors import GgufdError
 from streamer.transfer.base import Move, Run, TransferStatistics
-from streamer.transfer.pinned_ring import upload_from
-from streamer.transfer.slots import Slot, SlotPool, checksum_at, checksum_of_mapping
-from streamer.transfer.source_policy import Way, choose_way, fill
+from streamer.transfer.slot_worker import SlotWorker
+from streamer.transfer.slots import Slot, SlotPool, checksum_of_mapping
+from streamer.transfer.source_policy import Way
 
+BATCH = 4  # chunks a worker takes at a time
 PROBE_CHUNKS = 2  # of each path, after one to warm up; smaller than PROBE_NBYTES do not count
 PROBE_NBYTES = 256 << 10
 STOP_SLICE_S = 0.1  # a thread that waits looks at `stop` this often
@@ -54,22 +55,66 @@ class PathProbe:
             pass
 
 
+class TouchWorker(SlotWorker):
+    """Takes the path that the probe says; drops a chunk's pages behind its copy where memory is shared."""
+
+    def __init__(
+        self, slots: Sequence[Slot], worker: int, run: Run, probe: PathProbe, *, drops_pages: bool
+    ) -> None:
+        super().__init__(slots, worker, run)
+        self._probe, self._measures, self._drops_pages = probe, worker == 0, drops_pages
+
+    def _settle(self, slot: Slot) -> Move | None:
+        move = super()._settle(slot)
+        if move is not None and self._drops_pages:
+            self._run.sources[move.chunk.shard].drop(move.chunk.file_offset, move.chunk.nbytes)
+        return move
+
+    def _carry(self, move: Move, slot: Slot, way: Way) -> None:
+        probe, nbytes = self._probe, move.chunk.nbytes
+        is_mapped = way is Way.MAP
+        if not (self._measures and is_mapped and nbytes >= PROBE_NBYTES) or probe.is_over:
+            self._carry_by(move, slot, way, direct=is_mapped and probe.direct)
+            return
+        direct, started_s = probe.next_path(), self._run.tracer.clock()
+        self._carry_by(move, slot, way, direct=direct)
+        self._settle(slot)
+        probe.measured(direct, self._run.tracer.clock() - started_s, nbytes)
+
+    def _carry_by(self, move: Move, slot: Slot, way: Way, *, direct: bool) -> None:
+        if not direct:
+            super()._carry(move, slot, way)
+            return
+        chunk = move.chunk
+        address = self._run.sources[chunk.shard].address + chunk.file_offset
+        with self._run.tracer.span(self._staging, str(chunk.weight)):
+            checksum = checksum_of_mapping(address, chunk.nbytes) if self._run.checksum else None
+        self._upload(move, slot, address, checksum)
+
+
 class TouchCopy:
     """Memory: slots as in the ring; no second copy of the model."""
 
     name = "touch"
 
     def __init__(
-        self, device: Device, *, workers: int, chunk_nbytes: int, slots_per_worker: int = 2, streams: int = 1
+        self,
+        device: Device,
+        *,
+        workers: int,
+        chunk_nbytes: int,
+        slots_per_worker: int = 2,
+        streams: int = 1,
+        batch: int = BATCH,
     ) -> None:
         self.n_workers, self.n_streams, self.chunk_nbytes = workers, min(streams, workers), chunk_nbytes
+        self.batch = batch
         self._pool = SlotPool(device, workers=workers, per_worker=slots_per_worker, chunk_nbytes=chunk_nbytes)
         self._shares_memory = device.capabilities.integrated
         self.probe = PathProbe(allowed=reads_pageable_memory(device.capabilities))
 
     def prepare(self) -> None:
-        for worker in range(self.n_workers):
-            self._pool.take(worker)
+        self._pool.take_all()
 
     def work(self, worker: int, run: Run) -> None:
         slots = self._pool.take(worker)
@@ -77,27 +122,10 @@ class TouchCopy:
             if worker:
                 self.probe.wait(run.stop)
             if slots:
-                self._loop(slots, worker, run)
+                TouchWorker(slots, worker, run, self.probe, drops_pages=self._shares_memory).work()
         finally:
             if not worker:
                 self.probe.end()
-
-    def _loop(self, slots: list[Slot], worker: int, run: Run) -> None:
-        turn = 0
-        while not run.stop.is_set():
-            move = run.feed.get_nowait()
-            if move is None:
-                for i in range(len(slots)):
-                    self._settle(slots[(turn + i) % len(slots)], run)
-                move = run.feed.get()
-                if move is None:
-                    return
-            slot = slots[turn % len(slots)]
-            turn += 1
-            try:
-                self._move(slot, move, worker, run)
-            except GgufdError as error:
-                raise run.hooks.blame(move, error) from error
 
     def detach(self) -> None:
         return None
@@ -107,40 +135,6 @@ class TouchCopy:
 
     def statistics(self) -> TransferStatistics:
         return TransferStatistics(self.name, self.n_workers, self._pool.count, self._pool.nbytes)
-
-    def _settle(self, slot: Slot, run: Run) -> None:
-        if run.stop.is_set():
-            return
-        move = slot.settle(run)
-        if move is not None and self._shares_memory:
-            run.sources[move.chunk.shard].drop(move.chunk.file_offset, move.chunk.nbytes)
-
-    def _move(self, slot: Slot, move: Move, worker: int, run: Run) -> None:
-        chunk = move.chunk
-        source = run.sources[chunk.shard]
-        way = choose_way(source, chunk, mapping_is_safe=run.mapping_is_safe)
-        if way is Way.MAP:
-            with run.tracer.span(f"touch {worker}", str(chunk.weight)):
-                source.touch(chunk.file_offset, chunk.nbytes)
-        self._settle(slot, run)
-        if run.stop.is_set():
-            return
-        probing = way is Way.MAP and not self.probe.is_over and worker == 0
-        probing = probing and chunk.nbytes >= PROBE_NBYTES
-        direct = way is Way.MAP and (self.probe.next_path() if probing else self.probe.direct)
-        started_s = run.tracer.clock()
-        with run.tracer.span(f"stage {worker}", str(chunk.weight)):
-            if direct:
-                address = source.address + chunk.file_offset
-            else:
-                address = slot.address + fill(way, source, chunk, slot.address)
-        take = checksum_of_mapping if direct else checksum_at
-        checksum = take(address, chunk.nbytes) if run.checksum else None
-        upload_from(slot, move, address, worker, run)
-        run.hooks.submitted(move, worker % len(run.streams), way.origin, checksum)
-        if probing:
-            self._settle(slot, run)
-            self.probe.measured(direct, run.tracer.clock() - started_s, chunk.nbytes)
 
 
 def reads_pageable_memory(capabilities: Capabilities) -> bool:

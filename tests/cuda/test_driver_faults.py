@@ -33,17 +33,22 @@ GIVING_BACK = frozenset(
         "cuDevicePrimaryCtxRelease",
     }
 )  # these do their work and then report the failure: what cannot be freed is nobody's leak
+UNKNOWN = 999  # CUDA_ERROR_UNKNOWN
 DRIVERS_OWN_NBYTES = 32 << 20
 NEVER = frozenset({"cuGetErrorName", "cuGetErrorString"})
 HARMLESS = frozenset({"cuMemHostAlloc"})  # a smaller ring carries on
-NAMES_A_WEIGHT = frozenset({"cuMemcpyHtoDAsync", "cuEventSynchronize", "cuLaunchKernel"})
+NAMES_A_WEIGHT = frozenset({"cuMemcpyHtoDAsync", "cuEventQuery", "cuEventSynchronize", "cuLaunchKernel"})
 
 
 class FailingDriver:
-    """`cuda.bindings.driver` whose nth call answers with an error; counts them all. None fails nothing."""
+    """`cuda.bindings.driver` whose nth call answers with an error; counts them all. None fails nothing.
 
-    def __init__(self, real: Any) -> None:
+    `quick` are the driver's quick calls under the same count.
+    """
+
+    def __init__(self, real: Any, quick: Any) -> None:
         self._real = real
+        self.quick = FailingQuick(quick, self)
         self._lock = threading.Lock()
         self.nth: int | None = None
         self.calls = 0
@@ -55,18 +60,33 @@ class FailingDriver:
             return function
 
         def called(*arguments: Any) -> Any:
-            with self._lock:
-                self.calls += 1
-                due = self.calls == self.nth
-                if due:
-                    self.failed = name
-            if not due:
+            if not self.is_due(name):
                 return function(*arguments)
             if name in GIVING_BACK:
                 function(*arguments)
             codes = self._real.CUresult
             code = codes.CUDA_ERROR_OUT_OF_MEMORY if name in PAIRS else codes.CUDA_ERROR_UNKNOWN
             return (code, None) if name in PAIRS else (code,)
+
+        return called
+
+    def is_due(self, name: str) -> bool:
+        """Count a call; whether it is the one to fail."""
+        with self._lock:
+            self.calls += 1
+            due = self.calls == self.nth
+            if due:
+                self.failed = name
+        return due
+
+
+class FailingQuick:
+    def __init__(self, real: Any, failing: FailingDriver) -> None:
+        self._real, self._failing = real, failing
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: int) -> int:
+            return UNKNOWN if self._failing.is_due(name) else int(getattr(self._real, name)(*arguments))
 
         return called
 
@@ -80,7 +100,7 @@ def subject() -> Iterator[Subject]:
 def load_and_close(failing: FailingDriver, subject: Subject, strategy: str) -> None:
     """One whole life of a device: open, load with proofs, free, close."""
     code = checksum_code(cache_directory() / "kernels")
-    device = CudaDevice(Driver(failing), 0, checksum_code=code)
+    device = CudaDevice(Driver(failing, failing.quick), 0, checksum_code=code)
     try:
         options = TransferOptions(asked=strategy, chunk_nbytes=CHUNK, workers=2, streams=1)
         transfer = open_transfer(device, options, cores=2)
@@ -114,7 +134,7 @@ def test_every_driver_call_may_fail(
     open_device: Callable[..., CudaDevice], subject: Subject, strategy: str
 ) -> None:
     holder = open_device()  # keeps the primary context, so that opening again is cheap
-    failing = FailingDriver(holder.driver.api)
+    failing = FailingDriver(holder.driver.api, holder.driver.quick)
     load_and_close(failing, subject, strategy)
     total = failing.calls
     free = holder.memory_info().free

@@ -27,7 +27,7 @@ from streamer.errors import FileChangedError, GGUFError, PlanError, ResidencyErr
 from streamer.gguf.mapping import Mapping
 from streamer.gguf.quants import QuantType
 from streamer.load.pipeline import load
-from streamer.load.stages import MOVES_AHEAD
+from streamer.load.stages import BATCHES_AHEAD
 from streamer.plan.plan import Role
 from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
@@ -228,8 +228,8 @@ def test_allocation_is_never_more_than_one_segment_ahead(tmp_path) -> None:
     device.close()
 
 
-def test_queued_moves_are_bounded_on_a_slow_link(tmp_path) -> None:
-    model = build(tmp_path, [Piece(2 * MOVES_AHEAD * 512, layer=0)], chunk_nbytes=512)
+def test_queued_batches_are_bounded_on_a_slow_link(tmp_path) -> None:
+    model = build(tmp_path, [Piece(2 * BATCHES_AHEAD * 512, layer=0)], chunk_nbytes=512)
     device = HostDevice()
     depths: list[int] = []
 
@@ -238,9 +238,9 @@ def test_queued_moves_are_bounded_on_a_slow_link(tmp_path) -> None:
             super().work(worker, run)
             depths.append(run.feed.statistics().peak_depth)
 
-    transfer = Ring(device, workers=1, chunk_nbytes=512)
+    transfer = Ring(device, workers=1, chunk_nbytes=512, batch=1)
     run_load(model, device, transfer)
-    assert max(depths) <= MOVES_AHEAD
+    assert max(depths) <= BATCHES_AHEAD
     device.close()
 
 

@@ -140,5 +140,5 @@ def test_the_probe_reads_only_a_little_of_a_large_chunk(tmp_path) -> None:
 
     with Watching(model.directory.shards[0]) as source:
         (chunk,) = chunks_of(model.plan.weights[0], model.plan)
-        assert choose_way(source, chunk, mapping_is_safe=True) is Way.MAP
+        assert choose_way(source, chunk.file_offset, chunk.nbytes, mapping_is_safe=True) is Way.MAP
     assert asked == [64 << 10]
