@@ -175,8 +175,11 @@ class Mapping:
 
     def check_unchanged(self) -> None:
         """FileChangedError unless the open file has the size, time and identity its header was read with."""
-        status = os.fstat(self._descriptor)
         shard = self.shard
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            raise FileChangedError(shard.path, "file", f"cannot be looked at: {error.strerror}") from None
         if status.st_ino != shard.inode:
             raise FileChangedError(shard.path, "file", "was replaced after its header was read")
         if status.st_size < shard.nbytes:
