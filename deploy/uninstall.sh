@@ -9,8 +9,8 @@ PREFIX=${PREFIX:-/usr/local} DESTDIR=${DESTDIR:-}
 if [ -z "$DESTDIR" ] && [ -d /run/systemd/system ]; then
   instances=$(systemctl list-units --all --plain --no-legend 'ggufd@*' | cut -d' ' -f1)
   enabled=$(systemctl list-unit-files --plain --no-legend --state=enabled 'ggufd@*' | cut -d' ' -f1)
-  for unit in $instances; do systemctl stop "$unit" || true; done
-  for unit in $instances $enabled; do systemctl disable -q "$unit" 2>/dev/null || true; done
+  [ -z "$instances" ] || systemctl stop $instances || true # together: a socket must not start its service anew
+  [ -z "$instances$enabled" ] || systemctl disable -q $instances $enabled 2>/dev/null || true
 fi
 rm -f "$DESTDIR$units/ggufd@.service" "$DESTDIR$units/ggufd@.socket" "$DESTDIR$units/ggufd-nvidia.service" \
   "$DESTDIR$sysusers/ggufd.conf" "$DESTDIR$tmpfiles/ggufd.conf" "$DESTDIR$bin/ggufd"

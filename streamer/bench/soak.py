@@ -143,19 +143,20 @@ class Soak:
         for client in self._clients:
             client.resting.wait(180)
         deadline = time.monotonic() + 120
-        while True:
-            metrics = _metrics(self._daemon)
-            busy = sum(v for k, v in metrics.items() if k.startswith("ggufd_sequences{"))
-            ready = self._daemon.get("/readyz")["status"] == "ready"
-            if (
-                ready and not busy and not metrics['ggufd_kv_pages{state="used"}']
-            ) or time.monotonic() > deadline:
-                break
+        while not self._is_idle() and time.monotonic() < deadline:
             time.sleep(0.05)
         self.samples.append(take_sample(self._daemon, started_s))
         for client in self._clients:
             client.rest.clear()
             client.resting.clear()
+
+    def _is_idle(self) -> bool:
+        """Ready, and nothing runs. While a model is being loaded there are no pages to speak of."""
+        if self._daemon.get("/readyz")["status"] != "ready":
+            return False
+        metrics = _metrics(self._daemon)
+        busy = sum(v for k, v in metrics.items() if k.startswith("ggufd_sequences{"))
+        return not busy and metrics.get('ggufd_kv_pages{state="used"}') == 0
 
 
 @contextlib.contextmanager
