@@ -64,6 +64,26 @@ _FLOAT_BITS = {
 }
 
 
+class Report:
+    """Rows printed as they come, kept for the record."""
+
+    def __init__(self, roofline: float) -> None:
+        self.roofline = roofline
+        self.runs: list[dict[str, Any]] = []
+
+    def note(self, line: str) -> None:
+        self.runs.append({"what": line})
+        print(line, flush=True)
+
+    def add(self, what: str, seconds: float, nbytes: float = 0.0, **more: float) -> None:
+        share = nbytes / seconds / self.roofline
+        run = {"what": what, "ms": round(1e3 * seconds, 4), "share": round(share, 3)}
+        run |= {k: float(f"{v:.4g}") for k, v in more.items()}
+        self.runs.append(run)
+        extra = "  ".join(f"{k} {v:g}" for k, v in run.items() if k not in ("what", "ms", "share"))
+        print(f"{what:<66} {run['ms']:>9.4f} ms  share {share:5.3f}  {extra}", flush=True)
+
+
 class Lab:
     """One device with weights made of random bits, and medians of graph replays."""
 

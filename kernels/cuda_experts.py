@@ -39,8 +39,8 @@ from streamer.kernels.experts_arguments import (
     tiles_shared,
 )
 from streamer.kernels.launch import KernelSource, ModuleSpec
-from streamer.kernels.matmul_arguments import DeviceMatrix, QuantizedRows
-from streamer.kernels.matmul_launch import CHUNK, group_threads
+from streamer.kernels.matmul_arguments import CHUNK, DeviceMatrix, QuantizedRows
+from streamer.kernels.matmul_launch import group_threads
 from streamer.kernels.ops import Activation, Experts, Linear, Norm
 
 FUSED_GROUPING = 64  # rows that one block routes and groups
@@ -95,7 +95,6 @@ class CudaExperts:
             self._pair_by_pair(x, rows, stacks, routing)
         else:
             self._grouped(x, rows, stacks, routing)
-        self._matmul.fusion.added(x)  # no product left its rows for the norm that follows
         return x
 
     # ---- before the experts ----------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 | tokens | weights | activations | kernel |
 |---|---|---|---|
-| few (`gemv_tokens`), and F32 weights always | as resident | quantized, f32 for float weights | gemv.cu |
+| few (`gemv_tokens`) | as resident | f32, normed and quantized in the launch | gemv_ring.cu |
+| few, where that cannot be; F32 weights always | as resident | quantized; f32 for floats | gemv.cu |
 | to 16 | bf16 in registers | bf16 | mma_direct.cu |
 | to 128 | bf16 in registers | bf16 | mma_tiled.cu |
 | more | bf16 in scratch | bf16 | cuBLASLt |
@@ -21,16 +22,15 @@ from streamer.device.base import Buffer
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cublas import WORKSPACE_NBYTES, CublasLt, ProductShape
 from streamer.kernels.cuda_array import Arena, DeviceArray
-from streamer.kernels.cuda_fusion import NORMED_NBYTES, NormFusion
 from streamer.kernels.launch import KernelSource, ModuleSpec
 from streamer.kernels.matmul_arguments import (
     ACTIVATIONS,
     MAX_MATRICES,
     DeviceMatrix,
-    NextRows,
     Output,
     QuantizedRows,
     RowsParams,
+    SourceRows,
     device_matrix,
 )
 from streamer.kernels.matmul_launch import (
@@ -40,6 +40,7 @@ from streamer.kernels.matmul_launch import (
     ProductLauncher,
     product_modules,
 )
+from streamer.kernels.matmul_ring import LEAST_CAPABILITY, ring_fits, ring_tokens
 from streamer.kernels.ops import Activation, Linear, Norm, Weight
 from streamer.plan.plan import Layout
 
@@ -47,7 +48,6 @@ SCRATCH_NBYTES = 192 << 20  # bf16 weights on their way to cuBLASLt
 # What `CudaMatmul` allocates for itself, in bytes, in this order.
 PARTS = {
     "counters": COUNTERS_NBYTES,
-    "normed": NORMED_NBYTES,
     "partial": PARTIAL_NBYTES,
     "blas": WORKSPACE_NBYTES,
     "weights": SCRATCH_NBYTES,
@@ -67,8 +67,8 @@ class MatmulOptions:
     gemv_tokens: int = 2  # up to so many tokens dp4a, then tensor cores
     tiled_tokens: int = 128  # up to so many tokens weights are dequantized in registers, then into scratch
     activation_bytes: int = 2  # of quantized activations: 1 is a little faster, 2 more exact than bf16
-    quantize_in_place: bool = True  # gate * up is quantized by the product that computes it
-    fuse_norms: bool = False  # norms are computed by the products before and after them (cuda_fusion.py)
+    ring: bool = True  # gemv_ring.cu where device and width allow
+    source_elements: int = 32768  # n_tokens * n_in up to which a product norms and quantizes its input itself
 
 
 class Form(enum.Flag):
@@ -77,6 +77,7 @@ class Form(enum.Flag):
     QUANTIZED = enum.auto()
     F32 = enum.auto()
     BF16 = enum.auto()
+    SOURCE = enum.auto()  # as it came, with the norm still to apply
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Rows:
     quantized: QuantizedRows | None = None
     f32: DeviceArray | None = None
     bf16: DeviceArray | None = None
-    squares: tuple[int, float] | None = None  # of a norm not yet divided by: (address, epsilon)
+    source: SourceRows | None = None
 
 
 def needed_modules(types: Iterable[QuantType], options: MatmulOptions) -> list[ModuleSpec]:
@@ -131,7 +132,7 @@ class CudaMatmul:
             partial=self._parts["partial"],
             multiprocessors=device.capabilities.multiprocessors,
         )
-        self.fusion = NormFusion(self._parts["normed"], activation_bytes=self.options.activation_bytes)
+        self._has_ring = device.capabilities.compute_capability >= LEAST_CAPABILITY
         self._blas: CublasLt | None = None
         self._matrices: dict[str, DeviceMatrix] = {}
         self._arena = Arena(0, None)
@@ -146,7 +147,6 @@ class CudaMatmul:
     def begin(self, arena: Arena, *, stream: int) -> None:
         """Temporaries of the following calls come from `arena`; without capacity it only counts."""
         self._arena, self._stream = arena, stream
-        self.fusion.begin()
 
     # ---- operators: see streamer.kernels.ops.Ops ---------------------------------------------------------
 
@@ -203,9 +203,17 @@ class CudaMatmul:
 
     def form(self, matrix: DeviceMatrix, n_tokens: int) -> Form:
         """How a product of n_tokens with this matrix takes its activations."""
-        if matrix.type is QuantType.F32 or n_tokens <= self.options.gemv_tokens:
-            return Form.F32 if matrix.is_float else Form.QUANTIZED
-        return Form.BF16
+        if matrix.type is not QuantType.F32 and n_tokens > self.options.gemv_tokens:
+            return Form.BF16
+        if self.uses_ring(matrix, n_tokens):
+            few = n_tokens * matrix.n_in <= self.options.source_elements
+            return Form.SOURCE if matrix.is_float or few else Form.QUANTIZED
+        return Form.F32 if matrix.is_float else Form.QUANTIZED
+
+    def uses_ring(self, matrix: DeviceMatrix, n_tokens: int) -> bool:
+        if not (self._has_ring and self.options.ring and ring_fits(matrix.type, matrix.n_in)):
+            return False
+        return ring_tokens(matrix.type, matrix.n_in, n_tokens, self.options.activation_bytes) >= n_tokens
 
     @property
     def is_live(self) -> bool:
@@ -223,16 +231,19 @@ class CudaMatmul:
     ) -> Rows:
         """x (or act(x) * up), normed if asked, in every form `weights` ask for, and in `also`: one launch."""
         forms = also or Form(0)
-        for weight in weights:
-            forms |= self.form(self.matrix(weight), x.rows)
+        for matrix in map(self.matrix, weights):
+            form = self.form(matrix, x.rows)
+            if form is Form.SOURCE and up is not None:  # a launch is needed anyway
+                form = Form.F32 if matrix.is_float else Form.QUANTIZED
+            forms |= form
         rows = Rows(x.rows, x.columns)
-        if norm is not None:
-            deferred = self.fusion.taken(x, norm)
-            if deferred is not None and forms == Form.QUANTIZED and not also:
-                rows.quantized, rows.squares = deferred.rows, (deferred.squares, norm.epsilon)
-                return rows
+        if Form.SOURCE in forms:
+            weight = norm.weight.handle.address if norm is not None else 0
+            rows.source = SourceRows(x, weight, norm.epsilon if norm is not None else 0.0)
+            forms &= ~Form.SOURCE
         if forms == Form.F32 and norm is None and up is None and x.row_stride == x.columns:
-            rows.f32 = x
+            rows.f32, forms = x, Form(0)
+        if not forms:
             return rows
         params = self._rows_params(x, norm)
         if up is not None:
@@ -272,13 +283,8 @@ class CudaMatmul:
     def _add(
         self, rows: Rows, projection: Linear, residual: DeviceArray, post_norm: Norm | None
     ) -> DeviceArray:
-        norm = self.fusion.added(residual)
         if post_norm is None:
-            output = self.output(projection, residual, residual.address)
-            if norm is not None and self._leaves_norm(rows, output):
-                self._gemv(rows, [output], following=self.fusion.next_rows(norm, residual))
-            else:
-                self.project(rows, [output])
+            self.project(rows, [self.output(projection, residual, residual.address)])
             return residual
         y = self._arena.take(rows.n_tokens, projection.n_out)
         self.project(rows, [self.output(projection, y)])
@@ -287,12 +293,6 @@ class CudaMatmul:
         params.post, params.post_epsilon = post_norm.weight.handle.address, post_norm.epsilon
         self._launch_rows(params)
         return residual
-
-    def _leaves_norm(self, rows: Rows, output: Output) -> bool:
-        """Whether an addition can quantize its result for the norm that follows."""
-        quantized = self.form(output.matrix, rows.n_tokens) is Form.QUANTIZED
-        contiguous = output.out.row_stride == output.out.columns and output.matrix.n_out % 32 == 0
-        return self.options.fuse_norms and quantized and contiguous
 
     def gated(self, rows: Rows, gate: Linear, up: Linear, down: Linear, activation: Activation) -> Rows:
         """act(gate) * up, ready for down: in one launch where gate and up have one type."""
@@ -313,11 +313,8 @@ class CudaMatmul:
             if self.is_live:
                 self.launcher.mma(outputs, rows.bf16, stream=self._stream, activation=activation)
             return Rows(n, width, bf16=hidden) if direct else self.prepare(hidden, [down.weight])
-        in_place = self.options.quantize_in_place and wanted is Form.QUANTIZED and form is Form.QUANTIZED
-        following = self.take_quantized(n, width) if in_place else None
-        leaving = NextRows(following) if following is not None else None
-        self._gemv(rows, outputs, activation=activation, following=leaving)
-        return Rows(n, width, quantized=following) if in_place else self.prepare(hidden, [down.weight])
+        self._gemv(rows, outputs, activation=activation)
+        return self.prepare(hidden, [down.weight])
 
     def project(self, rows: Rows, outputs: Sequence[Output]) -> None:
         """Products with one or several matrices: those of a type together, up to four a launch."""
@@ -341,26 +338,22 @@ class CudaMatmul:
         for output in outputs:
             self._multiply_dequantized(output, rows.bf16)
 
-    def _gemv(
-        self,
-        rows: Rows,
-        outputs: list[Output],
-        *,
-        activation: Activation | None = None,
-        following: NextRows | None = None,
-    ) -> None:
-        x = rows.f32 if outputs[0].matrix.is_float else rows.quantized
-        assert x is not None
-        if self.is_live:
-            self.launcher.gemv(
-                outputs,
-                x,
-                rows.n_tokens,
-                stream=self._stream,
-                activation=activation,
-                squares=rows.squares,
-                next_rows=following,
+    def _gemv(self, rows: Rows, outputs: list[Output], *, activation: Activation | None = None) -> None:
+        if not self.is_live:
+            return
+        matrix, n, stream = outputs[0].matrix, rows.n_tokens, self._stream
+        plain = rows.f32 if matrix.is_float else rows.quantized
+        if self.uses_ring(matrix, n):
+            source = rows.source if self.form(matrix, n) is Form.SOURCE else None
+            x = source or (SourceRows(plain) if isinstance(plain, DeviceArray) else plain)
+            assert x is not None
+            nbytes = self.options.activation_bytes
+            self.launcher.gemv_ring(
+                outputs, x, n, stream=stream, activation=activation, activation_bytes=nbytes
             )
+        else:
+            assert plain is not None
+            self.launcher.gemv(outputs, plain, n, stream=stream, activation=activation)
 
     def _multiply_dequantized(self, output: Output, x: DeviceArray) -> None:
         """By slices of rows that fit the scratch; bf16 weights are used where they lie."""

@@ -4,15 +4,22 @@ Addresses and sizes only: nothing here owns memory or launches anything.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.ops import Activation
-from streamer.plan.layouts import plane_offsets
+from streamer.plan.layouts import PLANES, plane_offsets
 
 MAX_MATRICES = 4
 FLOATS = frozenset({QuantType.F32, QuantType.F16, QuantType.BF16})
+# Elements of a chunk (quants.cuh): what one lane takes at a time.
+CHUNK = {t: 16 if t in FLOATS or t is QuantType.Q8_0 else 32 for t in (*PLANES, *FLOATS)} | {
+    QuantType.Q2_K: 64,
+    QuantType.Q3_K: 64,
+}
 ACTIVATIONS = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 
 
@@ -61,18 +68,34 @@ class Output:
 
 
 @dataclass(frozen=True)
-class NextRows:
-    """Quantize what the launch computed, for the next product; `norm`: its RMS norm's weight (address)."""
+class SourceRows:
+    """f32 rows as they came, with the norm that is still to be applied: what gemv_ring prepares itself."""
 
-    to: QuantizedRows
-    norm: int = 0
-    squares: int = 0  # (n_tokens, n_out / 32) f32, with `norm`
+    x: DeviceArray
+    norm: int = 0  # address of the RMS norm's weight; 0: none
+    epsilon: float = 0.0
+
+
+def fill_matrices(to: Any, outputs: Sequence[Output], tile: int, *, gated: bool) -> int:
+    """Write the matrices of a launch, numbering tiles of so many rows through them: how many tiles there are."""
+    assert len(outputs) <= MAX_MATRICES
+    assert len({o.matrix.type for o in outputs}) == 1
+    first = 0
+    for entry, output in zip(to, outputs, strict=False):
+        matrix = output.matrix
+        for name, address in zip(("p0", "p1", "p2", "p3"), matrix.planes, strict=False):
+            setattr(entry, name, address)
+        entry.out, entry.bias, entry.residual = output.out.address, output.bias, output.residual
+        entry.rows, entry.out_stride = matrix.n_out, output.out.row_stride
+        entry.first_tile = 0 if gated else first
+        first += -(-matrix.n_out // tile)
+    return -(-outputs[0].matrix.n_out // tile) if gated else first
 
 
 # ---- argument blocks: the structs of the .cu files -----------------------------------------------
 
 
-class _Matrix(ctypes.Structure):
+class MatrixArgument(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("p0", "p1", "p2", "p3", "out", "bias", "residual")),
         *((name, ctypes.c_int32) for name in ("rows", "first_tile", "out_stride", "pad")),
@@ -87,14 +110,26 @@ class GemvParams(ctypes.Structure):
     """gemv.cu"""
 
     _fields_ = (
-        ("matrices", _Matrix * MAX_MATRICES),
+        ("matrices", MatrixArgument * MAX_MATRICES),
         ("x", QuantizedArgument),
         ("x_float", ctypes.c_uint64),
-        ("squares", ctypes.c_uint64),
-        ("next", QuantizedArgument),
-        *((name, ctypes.c_uint64) for name in ("next_norm", "next_squares", "counters")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("n_matrices", "n_tokens", "K", "log_threads", "activation", "pad")
+        ),
+    )
+
+
+class RingParams(ctypes.Structure):
+    """gemv_ring.cu"""
+
+    _fields_ = (
+        ("matrices", MatrixArgument * MAX_MATRICES),
+        ("x", QuantizedArgument),
+        *((name, ctypes.c_uint64) for name in ("x_float", "norm")),
         ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("n_matrices", "n_tokens", "K", "log_threads", "activation")),
+        *((name, ctypes.c_int32) for name in ("x_stride", "n_matrices", "n_tokens", "K", "activation")),
+        *((name, ctypes.c_int32) for name in ("tiles", "stages", "prefetch", "pad")),
     )
 
 
@@ -102,7 +137,7 @@ class MmaParams(ctypes.Structure):
     """mma.cuh"""
 
     _fields_ = (
-        ("matrices", _Matrix * MAX_MATRICES),
+        ("matrices", MatrixArgument * MAX_MATRICES),
         *((name, ctypes.c_uint64) for name in ("x", "partial", "counters")),
         *(
             (name, ctypes.c_int32)

@@ -14,46 +14,48 @@ from streamer.kernels.cuda_array import DeviceArray
 from streamer.kernels.launch import KernelSource, ModuleSpec
 from streamer.kernels.matmul_arguments import (
     ACTIVATIONS,
+    CHUNK,
     FLOATS,
-    MAX_MATRICES,
     DequantizeParams,
     DeviceMatrix,
     EmbedParams,
     GemvParams,
     MmaParams,
-    NextRows,
     Output,
     QuantizedRows,
+    RingParams,
     RowsParams,
+    SourceRows,
+    fill_matrices,
 )
+from streamer.kernels.matmul_ring import RingVariant, ring_modules, ring_shape, ring_variant
 from streamer.kernels.ops import Activation
-from streamer.plan.layouts import PLANES
 
 GEMV_TOKENS = (1, 2, 4, 8)
-GEMV_ROWS = 2  # rows a group takes at once
 DIRECT_TOKENS = 16  # most tokens of mma_direct
 STAGE = 256  # elements of K a stage of mma_tiled holds
 PITCH = 2 * STAGE + 16
 COUNTERS_NBYTES = 1 << 17
 PARTIAL_NBYTES = 32 << 20  # sums of mma_tiled's splits of K
 
-# Elements of a chunk (quants.cuh): what one lane takes at a time.
-CHUNK = {t: 16 if t in FLOATS or t is QuantType.Q8_0 else 32 for t in (*PLANES, *FLOATS)} | {
-    QuantType.Q2_K: 64,
-    QuantType.Q3_K: 64,
-}
-
-
 # ---- geometry: pure ------------------------------------------------------------------------------
 
 
-def blocks_a_multiprocessor(type: QuantType, n_tokens: int) -> int:
-    """Blocks of 256 that a gemv instance is compiled for: as many as its registers allow without a spill."""
+@dataclass(frozen=True)
+class GemvBuild:
+    """Of gemv: rows a group takes at once, blocks of 256 that its registers allow without a spill."""
+
+    rows: int
+    blocks: int
+
+
+def gemv_build(type: QuantType, n_tokens: int) -> GemvBuild:
+    if type is QuantType.Q8_0:
+        return {1: GemvBuild(4, 3), 2: GemvBuild(2, 4)}.get(n_tokens, GemvBuild(2, 2))
     if n_tokens == 1:
-        return 6 if type in (QuantType.Q8_0, QuantType.F16, QuantType.BF16) else 3 if type in _WIDE else 4
-    if n_tokens == 2:
-        return 4 if type is QuantType.Q8_0 else 2
-    return 2 if type is QuantType.Q8_0 or (n_tokens == 4 and type not in _WIDE) else 1
+        halves = type in (QuantType.F16, QuantType.BF16)
+        return GemvBuild(2, 6 if halves else 3 if type in _WIDE else 4)
+    return GemvBuild(2, 2 if n_tokens == 2 or (n_tokens == 4 and type not in _WIDE) else 1)
 
 
 _WIDE = frozenset(
@@ -61,38 +63,23 @@ _WIDE = frozenset(
 )  # more registers than others
 
 
-@dataclass(frozen=True)
-class GemvVariant:
-    """How gemv is built and cut; zeros: what the tables say. benchmarks/kernels.py tries others."""
-
-    rows: int = GEMV_ROWS  # that a group takes at once
-    threads: int = 0  # lanes a group
-    blocks: int = 0  # of 256 that must fit a multiprocessor
-    ahead: bool = False  # load the next chunk while computing
-
-
 def gemv_name(
-    type: QuantType,
-    n_tokens: int,
-    activation_bytes: int,
-    gated: bool,
-    variant: GemvVariant = GemvVariant(),
+    type: QuantType, n_tokens: int, activation_bytes: int, gated: bool, build: GemvBuild | None = None
 ) -> str:
     nbytes = 1 if type in FLOATS else activation_bytes
-    blocks = variant.blocks or blocks_a_multiprocessor(type, n_tokens)
-    flags = str(gated).lower(), blocks, str(variant.ahead).lower()
-    return f"gemv<{type.name}, {n_tokens}, {variant.rows}, {nbytes}, {flags[0]}, {flags[1]}, {flags[2]}>"
+    build = build or gemv_build(type, n_tokens)
+    return f"gemv<{type.name}, {n_tokens}, {build.rows}, {nbytes}, {str(gated).lower()}, {build.blocks}>"
 
 
-def group_threads(chunks: int) -> int:
-    """Lanes that share a row of so many chunks: a power of two from 8 to 256 that leaves few of them idle."""
+def group_threads(chunks: int, most: int = 256) -> int:
+    """Lanes that share a row of so many chunks: a power of two from 8 to `most` that leaves few idle."""
     if chunks <= 64:
         return max(8, 1 << (chunks - 1).bit_length())
 
     def used(threads: int) -> float:
         return chunks / (threads * -(-chunks // threads))
 
-    return max((t for t in (256, 128, 64, 32)), key=lambda t: (min(used(t), 0.85), t))
+    return max((t for t in (256, 128, 64, 32) if t <= most), key=lambda t: (min(used(t), 0.85), t))
 
 
 @dataclass(frozen=True)
@@ -108,19 +95,20 @@ class GemvShape:
 
 
 def gemv_shape(
-    outputs: Sequence[Output], variant: GemvVariant, *, gated: bool, multiprocessors: int = 132
+    outputs: Sequence[Output], rows: int, *, gated: bool, threads: int = 0, multiprocessors: int = 132
 ) -> GemvShape:
-    """Blocks of 256 threads, smaller ones where a launch would leave multiprocessors without work."""
+    """`rows` at once; `threads` a group, 0: by the width. Blocks of 256 threads, smaller ones where a launch
+    would leave multiprocessors without work.
+    """
     matrix = outputs[0].matrix
-    threads = variant.threads or group_threads(matrix.n_in // CHUNK[matrix.type])
-    results = variant.rows // 2 if gated else variant.rows
+    threads = threads or group_threads(matrix.n_in // CHUNK[matrix.type], 128)
+    results = rows // 2 if gated else rows
     counted = outputs[:1] if gated else outputs
     tiles = sum(-(-o.matrix.n_out // results) for o in counted)
     block = 256
     while block > max(threads, 64) and tiles * threads // block < 2 * multiprocessors:
         block //= 2
-    # what one block computes must lie in one group of 32 rows, for `next`
-    return GemvShape(threads, max(threads, min(block, 32 // results * threads)), tiles, results)
+    return GemvShape(threads, max(threads, block), tiles, results)
 
 
 @dataclass(frozen=True)
@@ -159,7 +147,9 @@ def tiled_shape(
     return TiledShape(n_tiles, tile, tiles, token_tiles, max(1, min(wanted, most)), results)
 
 
-def product_modules(type: QuantType, *, gemv_tokens: int, activation_bytes: int) -> list[ModuleSpec]:
+def product_modules(
+    type: QuantType, *, gemv_tokens: int, activation_bytes: int, ring: bool = True
+) -> list[ModuleSpec]:
     """What products with weights of `type` need compiled, one compilation each."""
     name, gates = type.name, ("false", "true")
     tokens = [m for m in GEMV_TOKENS if m <= gemv_tokens or type is QuantType.F32]
@@ -168,6 +158,8 @@ def product_modules(type: QuantType, *, gemv_tokens: int, activation_bytes: int)
             "gemv.cu", tuple(gemv_name(type, m, activation_bytes, g) for m in tokens for g in (False, True))
         )
     ]
+    if ring and type is not QuantType.F32:
+        specs += ring_modules(type, gemv_tokens, activation_bytes)
     if type is not QuantType.F32:
         specs.append(
             ModuleSpec("mma_direct.cu", tuple(f"mma_direct<{name}, {n}, {g}>" for n in (1, 2) for g in gates))
@@ -201,21 +193,23 @@ class ProductLauncher:
         *,
         stream: int,
         activation: Activation | None = None,
-        squares: tuple[int, float] | None = None,
-        next_rows: NextRows | None = None,
-        variant: GemvVariant = GemvVariant(),
+        build: GemvBuild | None = None,
+        threads: int = 0,
     ) -> None:
         """Products of any number of tokens (a pass over the weights for every 8) with matrices of one type.
 
-        `activation`: outputs[0] is the gate, outputs[1] up, the result goes to outputs[0].out. `squares`:
-        (address, epsilon) of the deferred norm. x: f32 rows for float types, else quantized ones.
+        `activation`: outputs[0] is the gate, outputs[1] up, the result goes to outputs[0].out.
+        x: f32 rows for float types, else quantized ones. `build`, `threads`: for the laboratory.
         """
         matrix, gated = outputs[0].matrix, activation is not None
         tokens = min((m for m in GEMV_TOKENS if m >= n_tokens), default=GEMV_TOKENS[-1])
-        shape = gemv_shape(outputs, variant, gated=gated, multiprocessors=self._multiprocessors)
+        build = build or gemv_build(matrix.type, tokens)
+        shape = gemv_shape(
+            outputs, build.rows, gated=gated, threads=threads, multiprocessors=self._multiprocessors
+        )
         params = GemvParams(n_tokens=n_tokens, K=matrix.n_in, activation=ACTIVATIONS[activation])
-        params.log_threads = shape.threads.bit_length() - 1
-        params.n_matrices = _fill(params.matrices, outputs, shape.rows, gated)
+        params.log_threads, params.n_matrices = shape.threads.bit_length() - 1, len(outputs)
+        fill_matrices(params.matrices, outputs, shape.rows, gated=gated)
         activation_bytes = 1
         if isinstance(x, DeviceArray):
             assert matrix.is_float
@@ -225,22 +219,42 @@ class ProductLauncher:
         else:
             params.x = x.argument
             activation_bytes = 2 if x.lo else 1
-        if squares:
-            params.squares, params.epsilon = squares
-        if next_rows:
-            assert len(outputs) == 1 + gated
-            assert matrix.n_out % 32 == 0
-            params.next, params.next_norm, params.next_squares = (
-                next_rows.to.argument,
-                next_rows.norm,
-                next_rows.squares,
-            )
-            assert not matrix.is_float
-            assert bool(next_rows.to.lo) == (activation_bytes == 2)
-            params.counters = self._counters
-        name = gemv_name(matrix.type, tokens, activation_bytes, gated, variant)
+        name = gemv_name(matrix.type, tokens, activation_bytes, gated, build)
         grid = (shape.grid, -(-n_tokens // tokens), 1)
         self._kernel("gemv.cu", name, GemvParams)(grid, shape.block, params, stream=stream)
+
+    def gemv_ring(
+        self,
+        outputs: Sequence[Output],
+        x: QuantizedRows | SourceRows,
+        n_tokens: int,
+        *,
+        stream: int,
+        activation: Activation | None = None,
+        activation_bytes: int = 2,
+        variant: RingVariant | None = None,
+    ) -> None:
+        """As `gemv` where `ring_fits`; f32 rows are normed and quantized by the launch itself."""
+        matrix, gated = outputs[0].matrix, activation is not None
+        shape = ring_shape(
+            outputs,
+            n_tokens,
+            activation_bytes,
+            variant or ring_variant(matrix.type, gated),
+            gated=gated,
+            multiprocessors=self._multiprocessors,
+        )
+        params = RingParams(n_tokens=n_tokens, K=matrix.n_in, activation=ACTIVATIONS[activation])
+        params.n_matrices, params.stages, params.prefetch = len(outputs), shape.stages, shape.prefetch
+        params.tiles = fill_matrices(params.matrices, outputs, shape.rows, gated=gated)
+        if isinstance(x, SourceRows):
+            assert x.x.dtype == "f32"
+            params.x_float, params.x_stride = x.x.address, x.x.row_stride
+            params.norm, params.epsilon = x.norm, x.epsilon
+        else:
+            params.x = x.argument
+        kernel = self._kernel("gemv_ring.cu", shape.name, RingParams, shared=shape.shared)
+        kernel((shape.blocks, -(-n_tokens // shape.tokens), 1), shape.threads, params, stream=stream)
 
     def mma(
         self,
@@ -260,15 +274,16 @@ class ProductLauncher:
         params.out_bf16 = outputs[0].out.dtype == "bf16"
         gate = str(gated).lower()
         if not (n_tokens > DIRECT_TOKENS if tiled is None else tiled):
-            params.n_matrices, params.n_splits = _fill(params.matrices, outputs, 16, gated), 1
-            tiles = sum(-(-o.matrix.n_out // 16) for o in (outputs[:1] if gated else outputs))
+            params.n_matrices, params.n_splits = len(outputs), 1
+            tiles = fill_matrices(params.matrices, outputs, 16, gated=gated)
             name = f"mma_direct<{matrix.type.name}, {1 if n_tokens <= 8 else 2}, {gate}>"
             self._kernel("mma_direct.cu", name, MmaParams)((tiles, 1, 1), 256, params, stream=stream)
             return
         shape = tiled_shape(
             outputs, n_tokens, gated=gated, splits=splits, multiprocessors=self._multiprocessors
         )
-        params.n_matrices, params.n_splits = _fill(params.matrices, outputs, shape.tile, gated), shape.splits
+        params.n_matrices, params.n_splits = len(outputs), shape.splits
+        fill_matrices(params.matrices, outputs, shape.tile, gated=gated)
         params.partial, params.counters = self._partial, self._counters
         name = f"mma_tiled<{matrix.type.name}, {shape.n_tiles}, {gate}>"
         kernel = self._kernel("mma_tiled.cu", name, MmaParams, shared=shape.shared)
@@ -325,19 +340,3 @@ class ProductLauncher:
 
 def _planes(matrix: DeviceMatrix) -> Any:
     return (ctypes.c_uint64 * 4)(*matrix.planes)
-
-
-def _fill(to: Any, outputs: Sequence[Output], tile: int, gated: bool) -> int:
-    """Write the matrices; tiles are numbered through them."""
-    assert len(outputs) <= MAX_MATRICES
-    assert len({o.matrix.type for o in outputs}) == 1
-    first = 0
-    for entry, output in zip(to, outputs, strict=False):
-        matrix = output.matrix
-        for name, address in zip(("p0", "p1", "p2", "p3"), matrix.planes, strict=False):
-            setattr(entry, name, address)
-        entry.out, entry.bias, entry.residual = output.out.address, output.bias, output.residual
-        entry.rows, entry.out_stride = matrix.n_out, output.out.row_stride
-        entry.first_tile = 0 if gated else first
-        first += -(-matrix.n_out // tile)
-    return len(outputs)

@@ -5,9 +5,13 @@
 // Element value: d * (w - OFFSET) - m, w a small integer, d (and m with HAS_MIN) one a segment.
 //   load(planes, chunk)     the chunk's raw bits; nothing else is read from memory afterwards
 //   segment(c, s)           index in the row of segment s of the row's chunk c
+//   chunk_of(run), segment_of(run)   the inverse: which chunk and segment hold the row's elements 16 run ..
+//   per8(i)                 bytes of plane i for 8 chunks; 0: no such plane
 //   unpack(raw, chunk, u)   u.w: 4 elements a word (signed bytes), u.d, u.m
 #pragma once
 #include "common.cuh"
+
+#define QUANT static __device__ __forceinline__
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -16,6 +20,15 @@ typedef signed char i8;
 
 struct Planes {
     const u8 *p0, *p1, *p2, *p3;
+};
+
+// The same of a few rows in shared memory (gemv_ring.cu): `load` takes either.
+struct Near {
+    const u8 *at;
+    __device__ __forceinline__ Near operator+(unsigned long long offset) const { return {at + offset}; }
+};
+struct NearPlanes {
+    Near p0, p1, p2, p3;
 };
 
 // Weights are read once a step: keep them out of L1. Not ld.global.nc, here and below: ptxas moves such loads behind
@@ -53,6 +66,9 @@ template <> __device__ __forceinline__ uint4 shared_line<uint4>(const u8 *p) {
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+
+__device__ __forceinline__ uint4 stream16(Near p) { return *reinterpret_cast<const uint4 *>(p.at); }
+template <typename V> __device__ __forceinline__ V shared_line(Near p) { return *reinterpret_cast<const V *>(p.at); }
 
 __device__ __forceinline__ float half_bits(u32 bits) { return __half2float(__ushort_as_half((u16)bits)); }
 __device__ __forceinline__ float low_half(u32 pair) { return half_bits(pair & 0xFFFFu); }
@@ -103,20 +119,26 @@ __device__ __forceinline__ void k_scales(const uint4 &header, u32 chunk, float (
 struct Block32 {
     static constexpr bool FLOAT = false, JOINED = true;
     static constexpr int E = 32, SEGMENTS = 2;
-    static __device__ __forceinline__ int segment(int c, int s) { return 32 * c + 16 * s; }
+    QUANT int segment(int c, int s) { return 32 * c + 16 * s; }
+    QUANT int chunk_of(int run) { return run >> 1; }
+    QUANT int segment_of(int run) { return run & 1; }
 };
 // Chunk 2j + h of a block of 256: elements 64 j + 16 h and 64 j + 32 + 16 h.
 struct Block256 {
     static constexpr bool FLOAT = false, JOINED = false;
     static constexpr int E = 32, SEGMENTS = 2;
-    static __device__ __forceinline__ int segment(int c, int s) { return 64 * (c >> 1) + 16 * (c & 1) + 32 * s; }
+    QUANT int segment(int c, int s) { return 64 * (c >> 1) + 16 * (c & 1) + 32 * s; }
+    QUANT int chunk_of(int run) { return 2 * (run >> 2) + (run & 1); }
+    QUANT int segment_of(int run) { return (run >> 1) & 1; }
 };
 // Chunk 2n + h of a block of 256: elements 128 n + 16 h + 32 s, two bits each.
 struct Crumbs256 {
     static constexpr bool FLOAT = false, JOINED = false;
     static constexpr int E = 64, SEGMENTS = 4;
-    static __device__ __forceinline__ int segment(int c, int s) { return 128 * (c >> 1) + 16 * (c & 1) + 32 * s; }
-    static __device__ __forceinline__ void crumbs(const uint4 &q, int (&w)[16]) {
+    QUANT int segment(int c, int s) { return 128 * (c >> 1) + 16 * (c & 1) + 32 * s; }
+    QUANT int chunk_of(int run) { return 2 * (run >> 3) + (run & 1); }
+    QUANT int segment_of(int run) { return (run >> 1) & 3; }
+    QUANT void crumbs(const uint4 &q, int (&w)[16]) {
         const u32 v[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
         for (int i = 0; i < 16; i++) w[i] = (v[i & 3] >> (2 * (i >> 2))) & 0x03030303;
@@ -128,12 +150,15 @@ struct Crumbs256 {
 struct Q8_0 {
     static constexpr bool FLOAT = false, JOINED = true, HAS_MIN = false;
     static constexpr int E = 16, SEGMENTS = 1, OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 8 : 0; }
     struct Raw { uint4 q; u16 d; };
-    static __device__ __forceinline__ int segment(int c, int) { return 16 * c; }
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    QUANT int segment(int c, int) { return 16 * c; }
+    QUANT int chunk_of(int run) { return run; }
+    QUANT int segment_of(int) { return 0; }
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u16>(p.p1 + 2ull * (chunk >> 1))};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<1> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<1> &u) {
         u.w[0] = raw.q.x, u.w[1] = raw.q.y, u.w[2] = raw.q.z, u.w[3] = raw.q.w;
         u.d[0] = half_bits(raw.d);
     }
@@ -142,11 +167,12 @@ struct Q8_0 {
 struct Q4_0 : Block32 {
     static constexpr bool HAS_MIN = false;
     static constexpr int OFFSET = 8;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 16 : 0; }
     struct Raw { uint4 q; u16 d; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u16>(p.p1 + 2ull * chunk)};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<2> &u) {
         nibbles(raw.q, u.w);
         u.d[0] = u.d[1] = half_bits(raw.d);
     }
@@ -155,11 +181,12 @@ struct Q4_0 : Block32 {
 struct Q4_1 : Block32 {
     static constexpr bool HAS_MIN = true;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 32 : 0; }
     struct Raw { uint4 q; u32 dm; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u32>(p.p1 + 4ull * chunk)};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<2> &u) {
         nibbles(raw.q, u.w);
         u.d[0] = u.d[1] = low_half(raw.dm), u.m[0] = u.m[1] = -high_half(raw.dm);
     }
@@ -168,11 +195,12 @@ struct Q4_1 : Block32 {
 struct Q5_0 : Block32 {
     static constexpr bool HAS_MIN = false;
     static constexpr int OFFSET = 16;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 32 : i == 2 ? 16 : 0; }
     struct Raw { uint4 q; u32 high; u16 d; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u32>(p.p1 + 4ull * chunk), shared_line<u16>(p.p2 + 2ull * chunk)};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<2> &u) {
         nibbles(raw.q, u.w), fifth_bits(raw.high, u.w);
         u.d[0] = u.d[1] = half_bits(raw.d);
     }
@@ -181,11 +209,12 @@ struct Q5_0 : Block32 {
 struct Q5_1 : Block32 {
     static constexpr bool HAS_MIN = true;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 32 : i == 2 ? 32 : 0; }
     struct Raw { uint4 q; u32 high, dm; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u32>(p.p1 + 4ull * chunk), shared_line<u32>(p.p2 + 4ull * chunk)};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<2> &u) {
         nibbles(raw.q, u.w), fifth_bits(raw.high, u.w);
         u.d[0] = u.d[1] = low_half(raw.dm), u.m[0] = u.m[1] = -high_half(raw.dm);
     }
@@ -194,16 +223,17 @@ struct Q5_1 : Block32 {
 struct IQ4_NL : Block32 {
     static constexpr bool HAS_MIN = false;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 16 : 0; }
     struct Raw { uint4 q; u16 d; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u16>(p.p1 + 2ull * chunk)};
     }
-    static __device__ __forceinline__ void values(const uint4 &q, int (&w)[8]) {
+    QUANT void values(const uint4 &q, int (&w)[8]) {
         // -127 -104 -83 -65, -49 -35 -22 -10, 1 13 25 38, 53 69 89 113
         constexpr u32 table[4] = {0xBFAD9881u, 0xF6EADDCFu, 0x26190D01u, 0x71594535u};
         lookups(q, table, w);
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<2> &u) {
         values(raw.q, u.w);
         u.d[0] = u.d[1] = half_bits(raw.d);
     }
@@ -212,11 +242,12 @@ struct IQ4_NL : Block32 {
 struct MXFP4 : Block32 {
     static constexpr bool HAS_MIN = false;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 8 : 0; }
     struct Raw { uint4 q; u8 e; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u8>(p.p1 + chunk)};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<2> &u) {
         // 0 1 2 3, 4 6 8 12, 0 -1 -2 -3, -4 -6 -8 -12: e2m1 doubled, so the scale is half of E8M0's
         constexpr u32 table[4] = {0x03020100u, 0x0C080604u, 0xFDFEFF00u, 0xF4F8FAFCu};
         lookups(raw.q, table, u.w);
@@ -228,11 +259,12 @@ struct MXFP4 : Block32 {
 struct Q2_K : Crumbs256 {
     static constexpr bool HAS_MIN = true;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 32 : i == 2 ? 8 : 0; }
     struct Raw { uint4 q; u32 scales, dm; };  // scales: for each segment 4 bits scale, 4 bits min
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<u32>(p.p1 + 4ull * chunk), shared_line<u32>(p.p2 + 4ull * (chunk >> 2))};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<4> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<4> &u) {
         crumbs(raw.q, u.w);
         const float d = low_half(raw.dm), min = high_half(raw.dm);
 #pragma unroll
@@ -243,14 +275,15 @@ struct Q2_K : Crumbs256 {
 struct Q3_K : Crumbs256 {
     static constexpr bool HAS_MIN = false;
     static constexpr int OFFSET = 4;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 64 : i == 2 ? 24 : i == 3 ? 4 : 0; }
     struct Raw { uint4 q; uint2 high; u32 low_scales, high_scales; u16 d; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         // 4 scales of 6 bits: 3 bytes a chunk, 12 a block, so a chunk's bits never leave its block's three words
-        const u8 *words = p.p2 + (3ull * chunk & ~3ull);
+        const auto words = p.p2 + (3ull * chunk & ~3ull);
         return {stream16(p.p0 + 16ull * chunk), shared_line<uint2>(p.p1 + 8ull * chunk), shared_line<u32>(words),
                 shared_line<u32>(words + (((3 * chunk) & 3) > 1 ? 4 : 0)), shared_line<u16>(p.p3 + 2ull * (chunk >> 2))};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32 chunk, Unpacked<4> &u) {
+    QUANT void unpack(const Raw &raw, u32 chunk, Unpacked<4> &u) {
         crumbs(raw.q, u.w);
 #pragma unroll
         for (int i = 0; i < 16; i++) {
@@ -267,11 +300,12 @@ struct Q3_K : Crumbs256 {
 struct Q4_K : Block256 {
     static constexpr bool HAS_MIN = true;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 16 : 0; }
     struct Raw { uint4 q, header; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<uint4>(p.p1 + 16ull * (chunk >> 3))};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32 chunk, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32 chunk, Unpacked<2> &u) {
         nibbles(raw.q, u.w), k_scales(raw.header, chunk, u.d, u.m);
     }
 };
@@ -279,11 +313,12 @@ struct Q4_K : Block256 {
 struct Q5_K : Block256 {
     static constexpr bool HAS_MIN = true;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 32 : i == 2 ? 16 : 0; }
     struct Raw { uint4 q, header; u32 high; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<uint4>(p.p2 + 16ull * (chunk >> 3)), shared_line<u32>(p.p1 + 4ull * chunk)};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32 chunk, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32 chunk, Unpacked<2> &u) {
         nibbles(raw.q, u.w), fifth_bits(raw.high, u.w), k_scales(raw.header, chunk, u.d, u.m);
     }
 };
@@ -292,13 +327,16 @@ struct Q5_K : Block256 {
 struct Q6_K {
     static constexpr bool FLOAT = false, JOINED = false, HAS_MIN = false;
     static constexpr int E = 32, SEGMENTS = 2, OFFSET = 32;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 64 : i == 2 ? 16 : i == 3 ? 2 : 0; }
     struct Raw { uint4 q; uint2 high; u16 scales, d; };
-    static __device__ __forceinline__ int segment(int c, int s) { return 128 * (c >> 2) + 16 * (c & 3) + 64 * s; }
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    QUANT int segment(int c, int s) { return 128 * (c >> 2) + 16 * (c & 3) + 64 * s; }
+    QUANT int chunk_of(int run) { return 4 * (run >> 3) + (run & 3); }
+    QUANT int segment_of(int run) { return (run >> 2) & 1; }
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<uint2>(p.p1 + 8ull * chunk), shared_line<u16>(p.p2 + 2ull * chunk),
                 shared_line<u16>(p.p3 + 2ull * (chunk >> 3))};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32, Unpacked<2> &u) {
         nibbles(raw.q, u.w);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -313,11 +351,12 @@ struct Q6_K {
 struct IQ4_XS : Block32 {
     static constexpr bool HAS_MIN = false;
     static constexpr int OFFSET = 0;
+    QUANT constexpr int per8(int i) { return i == 0 ? 128 : i == 1 ? 8 : 0; }
     struct Raw { uint4 q; uint2 header; };  // header: f16 d, 8 x 2 high bits, 8 x 4 low bits
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 16ull * chunk), shared_line<uint2>(p.p1 + 8ull * (chunk >> 3))};
     }
-    static __device__ __forceinline__ void unpack(const Raw &raw, u32 chunk, Unpacked<2> &u) {
+    QUANT void unpack(const Raw &raw, u32 chunk, Unpacked<2> &u) {
         IQ4_NL::values(raw.q, u.w);
         const u32 i = chunk & 7;
         const u32 scale = ((raw.header.y >> (4 * i)) & 15) | (((raw.header.x >> (16 + 2 * i)) & 3) << 4);
@@ -329,14 +368,17 @@ struct IQ4_XS : Block32 {
 struct Float16Elements {
     static constexpr bool FLOAT = true, JOINED = true, HAS_MIN = false;
     static constexpr int E = 16, SEGMENTS = 1, OFFSET = 0;
-    static __device__ __forceinline__ int segment(int c, int) { return 16 * c; }
+    QUANT int segment(int c, int) { return 16 * c; }
+    QUANT int chunk_of(int run) { return run; }
+    QUANT int segment_of(int) { return 0; }
 };
 template <typename H> struct Half : Float16Elements {
+    QUANT constexpr int per8(int i) { return i == 0 ? 256 : 0; }
     struct Raw { uint4 a, b; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
         return {stream16(p.p0 + 32ull * chunk), stream16(p.p0 + 32ull * chunk + 16)};
     }
-    static __device__ __forceinline__ void values(const Raw &raw, float (&v)[16]) {
+    QUANT void values(const Raw &raw, float (&v)[16]) {
         float low[8], high[8];
         unpack8<H>(raw.a, low), unpack8<H>(raw.b, high);
 #pragma unroll
@@ -346,12 +388,13 @@ template <typename H> struct Half : Float16Elements {
 using F16 = Half<__half>;
 using BF16 = Half<__nv_bfloat16>;
 struct F32 : Float16Elements {
+    QUANT constexpr int per8(int i) { return i == 0 ? 512 : 0; }
     struct Raw { uint4 q[4]; };
-    static __device__ __forceinline__ Raw load(const Planes &p, u32 chunk) {
-        const u8 *at = p.p0 + 64ull * chunk;
+    template <class P> QUANT Raw load(const P &p, u32 chunk) {
+        const auto at = p.p0 + 64ull * chunk;
         return {{stream16(at), stream16(at + 16), stream16(at + 32), stream16(at + 48)}};
     }
-    static __device__ __forceinline__ void values(const Raw &raw, float (&v)[16]) {
+    QUANT void values(const Raw &raw, float (&v)[16]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             v[4 * i] = __uint_as_float(raw.q[i].x), v[4 * i + 1] = __uint_as_float(raw.q[i].y);

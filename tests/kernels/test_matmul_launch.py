@@ -8,22 +8,33 @@ import pytest
 from streamer.gguf.quants import QuantType
 from streamer.kernels.compile import KERNEL_DIRECTORY
 from streamer.kernels.cuda_array import DeviceArray
-from streamer.kernels.matmul_launch import (
+from streamer.kernels.matmul_arguments import (
     CHUNK,
-    PARTIAL_NBYTES,
-    STAGE,
     DequantizeParams,
     EmbedParams,
     GemvParams,
-    GemvVariant,
     MmaParams,
     Output,
+    RingParams,
     RowsParams,
     device_matrix,
+)
+from streamer.kernels.matmul_launch import (
+    PARTIAL_NBYTES,
+    STAGE,
     gemv_shape,
     group_threads,
     product_modules,
     tiled_shape,
+)
+from streamer.kernels.matmul_ring import (
+    MAX_STAGES,
+    ring_fits,
+    ring_shape,
+    ring_tokens,
+    ring_variant,
+    rows_nbytes,
+    stage_nbytes,
 )
 from streamer.kernels.planes import CodebookParams, PlanesParams
 from streamer.plan.layouts import PLANES
@@ -40,6 +51,7 @@ def output(type: QuantType, n_in: int, n_out: int) -> Output:
     ("source", "block"),
     [
         ("gemv.cu", GemvParams),
+        ("gemv_ring.cu", RingParams),
         ("mma.cuh", MmaParams),
         ("quantize.cu", RowsParams),
         ("dequantize.cu", DequantizeParams),
@@ -56,7 +68,7 @@ def test_argument_block_has_the_size_the_kernel_asserts(source: str, block: type
 
 
 @pytest.mark.parametrize(
-    "source", ["gemv.cu", "mma_direct.cu", "mma_tiled.cu", "quantize.cu", "dequantize.cu"]
+    "source", ["gemv.cu", "gemv_ring.cu", "mma_direct.cu", "mma_tiled.cu", "quantize.cu", "dequantize.cu"]
 )
 def test_instances_checked_without_a_gpu_are_those_in_use(source: str) -> None:
     declared = re.findall(r"^// instance: (.*)$", (KERNEL_DIRECTORY / source).read_text(), re.MULTILINE)
@@ -72,12 +84,48 @@ def test_instances_checked_without_a_gpu_are_those_in_use(source: str) -> None:
 @pytest.mark.parametrize(("n_in", "n_out"), SHAPES)
 def test_gemv_covers_every_row_once(n_in: int, n_out: int, gated: bool) -> None:
     outputs = [output(QuantType.Q8_0, n_in, n_out)] * 2 if gated else [output(QuantType.Q8_0, n_in, n_out)]
-    shape = gemv_shape(outputs, GemvVariant(), gated=gated)
-    assert shape.tiles * shape.rows >= n_out > (shape.tiles - 1) * shape.rows
-    assert shape.grid * shape.block >= shape.tiles * shape.threads
-    assert shape.block % shape.threads == 0
-    assert 64 <= shape.block <= 256
-    assert 32 % (shape.block // shape.threads * shape.rows) == 0  # a block lies in one group of 32 rows
+    for rows in (2, 4):
+        shape = gemv_shape(outputs, rows, gated=gated)
+        assert shape.tiles * shape.rows >= n_out > (shape.tiles - 1) * shape.rows
+        assert shape.grid * shape.block >= shape.tiles * shape.threads
+        assert shape.block % shape.threads == 0
+        assert 64 <= shape.block <= 256
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 2, 4])
+@pytest.mark.parametrize(("n_in", "n_out"), SHAPES)
+@pytest.mark.parametrize("type", [t for t in CHUNK if t is not QuantType.F32], ids=lambda t: t.name)
+def test_ring_and_activations_fit_shared_memory(
+    type: QuantType, n_in: int, n_out: int, n_tokens: int, gated: bool
+) -> None:
+    if not ring_fits(type, n_in) or ring_tokens(type, n_in, n_tokens, 2) < n_tokens:
+        pytest.skip("left to gemv")
+    outputs = [output(type, n_in, n_out)] * (2 if gated else 1)
+    variant = ring_variant(type, gated)
+    shape = ring_shape(outputs, n_tokens, 2, variant, gated=gated)
+    assert 2 <= shape.stages <= MAX_STAGES
+    ring = variant.warps * shape.stages * stage_nbytes(type, variant)
+    assert ring + shape.tokens * rows_nbytes(type, n_in, 2) <= shape.shared
+    assert 2 * (shape.shared + 2048) <= 228 << 10  # two launches fit a multiprocessor
+
+
+def test_ring_takes_widths_whose_planes_are_whole_pieces() -> None:
+    assert ring_fits(QuantType.Q8_0, 4096)
+    assert ring_fits(QuantType.Q6_K, 14336)
+    assert not ring_fits(QuantType.Q6_K, 5120)  # a row's f16 scales are 40 bytes
+    assert not ring_fits(QuantType.Q8_0, 576)
+    assert not ring_fits(QuantType.F32, 4096)
+
+
+@pytest.mark.parametrize("type", PLANES, ids=lambda t: t.name)
+def test_kernels_know_the_bytes_of_planes(type: QuantType) -> None:
+    text = (KERNEL_DIRECTORY / "quants.cuh").read_text()
+    body = re.search(rf"struct {type.name}( : \w+)? {{(.*?)struct Raw", text, re.DOTALL)
+    assert body
+    stated = tuple(int(n) for n in re.findall(r"i == \d \? (\d+)", body[2]))
+    eight = 8 * CHUNK[type]
+    assert stated == tuple(nbytes * eight // type.block_elements for nbytes in PLANES[type])
 
 
 def test_groups_leave_few_lanes_idle() -> None:

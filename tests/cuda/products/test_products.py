@@ -4,12 +4,14 @@ Two tolerances: EMULATED against the reference over the very numbers the kernel 
 activations, bf16 weights), where only the order of f32 additions differs; TRUE against unrounded numbers.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from streamer.gguf.quants import QuantType
-from streamer.kernels.matmul_arguments import FLOATS, NextRows, Output, QuantizedRows
-from streamer.kernels.matmul_launch import GemvVariant
+from streamer.kernels.matmul_arguments import FLOATS, Output, SourceRows
+from streamer.kernels.matmul_ring import RingVariant, ring_fits
 from streamer.kernels.ops import Activation
 from streamer.plan.layouts import PLANES
 
@@ -83,7 +85,7 @@ def test_gemv_with_any_number_of_lanes_a_row(products, n_tokens, threads):
     call = Gemv(products, QuantType.Q8_0, n_tokens, 1056)
     matrix, weight = products.weight(QuantType.Q8_0, 70, 1056)
     out = products.poisoned(n_tokens, 70, margin=1)
-    call.run([Output(matrix, out)], variant=GemvVariant(threads=threads))
+    call.run([Output(matrix, out)], threads=threads)
     call.check(products.read(out), weight)
 
 
@@ -120,55 +122,106 @@ def test_gemv_gated(products, type, n_tokens, activation):
     assert products.nmse(products.read(out), activate(g, activation) * u) <= EMULATED
 
 
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("n_out", [32, 576, 4096])
+class Ring(Gemv):
+    """The same through gemv_ring; `source`: f32 rows that the launch norms and quantizes itself."""
+
+    def __init__(self, products, type, n_tokens, n_in, nbytes=2, source=False, norm=None):
+        super().__init__(products, type, n_tokens, n_in, nbytes)
+        self.nbytes = nbytes
+        if source or type in FLOATS:
+            weight = 0
+            if norm is not None:
+                weight = products.put(norm)
+                wide = self.x.astype(np.float64)
+                self.x = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * norm
+            self.rows = SourceRows(products.f32(wide if norm is not None else self.x), weight, 1e-5)
+            self.values = self.x.astype(np.float64)
+
+    def run(self, outputs, **options):
+        options.setdefault("activation_bytes", self.nbytes)
+        self.p.launcher.gemv_ring(outputs, self.rows, len(self.x), stream=self.p.stream.handle, **options)
+
+
+def ring_width(type, at_least=1):
+    """The narrowest width that gemv_ring takes, and that is no whole number of its pieces."""
+    return next(n for n in range(256 * at_least, 16384, 256) if ring_fits(type, n))
+
+
 @pytest.mark.parametrize("nbytes", [1, 2])
-@pytest.mark.parametrize("n_tokens", [1, 3, 8])
-@pytest.mark.parametrize("type", [QuantType.Q8_0, QuantType.Q4_K], **by_name)
-def test_gemv_quantizes_its_result_for_the_next(products, type, n_tokens, nbytes, n_out, with_norm):
-    n_in = 512
-    call = Gemv(products, type, n_tokens, n_in, nbytes)
-    matrix, _ = products.weight(type, n_out, n_in)
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("type", [t for t in NATIVE if t is not QuantType.F32], **by_name)
+def test_ring(products, type, n_tokens, nbytes):
+    n_in, n_out = ring_width(type, 3), 1101
+    call = Ring(products, type, n_tokens, n_in, nbytes)
+    matrix, weight = products.weight(type, n_out, n_in)
+    out = products.poisoned(n_tokens, n_out, margin=3)
+    call.run([Output(matrix, out)])
+    call.check(products.read(out), weight)
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("nbytes", [1, 2])
+@pytest.mark.parametrize("n_tokens", [1, 2])
+@pytest.mark.parametrize(
+    "type", [QuantType.Q8_0, QuantType.Q4_K, QuantType.Q6_K, QuantType.Q2_K, QuantType.BF16], **by_name
+)
+def test_ring_norms_and_quantizes_its_input(products, type, n_tokens, nbytes, with_norm):
+    n_in = ring_width(type, 5)
+    norm = np.random.default_rng(4).uniform(0.5, 2, n_in).astype(np.float32) if with_norm else None
+    call = Ring(products, type, n_tokens, n_in, nbytes, source=True, norm=norm)
+    matrix, weight = products.weight(type, 300, n_in)
+    out = products.poisoned(n_tokens, 300, margin=1)
+    call.run([Output(matrix, out)])
+    want = call.values @ weight.astype(np.float64).T
+    assert products.nmse(products.read(out), want) <= call.true
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [RingVariant(2, 4, 4), RingVariant(8, 1, 4), RingVariant(4, 2, 4, blocks=2), RingVariant(4, 1, 16)],
+    ids=str,
+)
+@pytest.mark.parametrize("n_in", [256, 512, 4096, 14336])
+def test_ring_however_it_is_cut(products, n_in, variant):
+    call = Ring(products, QuantType.Q8_0, 1, n_in)
+    matrix, weight = products.weight(QuantType.Q8_0, 2500, n_in)
+    out, ahead = products.poisoned(1, 2500, margin=1), products.poisoned(1, 2500)
+    call.run([Output(matrix, out)], variant=variant)
+    call.check(products.read(out), weight)
+    call.run([Output(matrix, ahead)], variant=dataclasses.replace(variant, prefetch=5))
+    assert (products.read(ahead) == products.read(out)).all()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2])
+@pytest.mark.parametrize("type", [QuantType.Q8_0, QuantType.Q4_K, QuantType.BF16], **by_name)
+def test_ring_of_several_matrices_with_bias_and_residual(products, type, n_tokens):
+    n_in = 768
+    call = Ring(products, type, n_tokens, n_in)
+    sizes = (65, 7, 32, 1)
+    made = [products.weight(type, n, n_in, seed=n) for n in sizes]
+    outs = [products.poisoned(n_tokens, n, margin=2) for n in sizes]
+    bias = np.random.default_rng(1).standard_normal(65).astype(np.float32)
+    outputs = [Output(matrix, out) for (matrix, _), out in zip(made, outs, strict=True)]
+    outputs[0] = Output(outputs[0].matrix, outs[0], bias=products.put(bias))
+    residual = np.random.default_rng(2).standard_normal((n_tokens, 32)).astype(np.float32)
+    outs[2] = products.f32(residual)
+    outputs[2] = Output(outputs[2].matrix, outs[2], residual=outs[2].address)  # in place
+    call.run(outputs)
+    for (_, weight), out, extra in zip(made, outs, (bias, 0.0, residual, 0.0), strict=True):
+        call.check(products.read(out), weight, extra)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 4])
+@pytest.mark.parametrize("type", [t for t in NATIVE if t is not QuantType.F32], **by_name)
+def test_ring_gated(products, type, n_tokens):
+    n_in, n_out = ring_width(type, 2), 97
+    call = Ring(products, type, n_tokens, n_in)
+    (gate, gate_values), (up, up_values) = (products.weight(type, n_out, n_in, seed=s) for s in (1, 2))
+    bias = np.random.default_rng(1).standard_normal(n_out).astype(np.float32)
     out = products.poisoned(n_tokens, n_out)
-    norm = np.random.default_rng(3).uniform(0.5, 2, n_out).astype(np.float32)
-    squares = products.poisoned(n_tokens, n_out // 32)
-    to = QuantizedRows(
-        products.put(np.zeros((n_tokens, n_out), np.int8)),
-        products.put(np.zeros((n_tokens, n_out), np.int8)) if nbytes == 2 else 0,
-        products.poisoned(n_tokens, n_out // 32).address,
-        products.poisoned(n_tokens, n_out // 16).address,
-    )
-    following = NextRows(to, products.put(norm), squares.address) if with_norm else NextRows(to)
-    for _ in range(3):  # the counters must be back at zero each time
-        call.run([Output(matrix, out)], next_rows=following)
-    y = products.read(out)
-    hi, lo, scale, sums, _ = products.quantize_reference(y * norm if with_norm else y, nbytes)
-    assert (products.get(to.scale, scale.shape) == scale).all()
-    assert (products.get(to.hi, hi.shape, np.int8) == hi).all()
-    assert nbytes == 1 or (products.get(to.lo, lo.shape, np.int8) == lo).all()
-    assert (products.get(to.sum, sums.shape) == sums).all()
-    if with_norm:
-        want = (y.astype(np.float64) ** 2).reshape(n_tokens, -1, 32).sum(axis=-1)
-        assert products.nmse(products.read(squares), want) <= EMULATED
-
-
-def test_gemv_divides_by_a_deferred_norm(products):
-    n_tokens, n_in = 3, 1024
-    x = products.activations(n_tokens, n_in)
-    norm = np.random.default_rng(4).uniform(0.5, 2, n_in).astype(np.float32)
-    rows, values = products.quantized(x * norm, 2)
-    squares = (x.astype(np.float64) ** 2).reshape(n_tokens, -1, 32).sum(axis=-1).astype(np.float32)
-    matrix, weight = products.weight(QuantType.Q8_0, 100, n_in)
-    out = products.poisoned(n_tokens, 100)
-    products.launcher.gemv(
-        [Output(matrix, out)],
-        rows,
-        n_tokens,
-        stream=products.stream.handle,
-        squares=(products.put(squares), 1e-5),
-    )
-    scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
-    assert products.nmse(products.read(out), values @ weight.astype(np.float64).T * scale) <= EMULATED
+    call.run([Output(gate, out), Output(up, out, bias=products.put(bias))], activation=Activation.SILU)
+    g, u = (call.values @ v.astype(np.float64).T for v in (gate_values, up_values))
+    assert products.nmse(products.read(out), activate(g, Activation.SILU) * (u + bias)) <= EMULATED
 
 
 def on_tensor_cores(products, type, n_tokens, n_in):
