@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -53,6 +54,7 @@ EXTEND_S = 15.0  # without progress for this long, a start ends when the service
 STOP_S = 1.8  # from SIGTERM during a load until the process is gone, whatever hangs
 FREE_S = 10.0  # the same after a drain
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+SWITCH_S = 0.001  # a thread that wants the interpreter lock waits no longer; Python's 5 ms are a whole step
 FAREWELL_S = 1.0  # probes and error events say "failed" that long before a failed process goes
 
 
@@ -66,6 +68,7 @@ def serve(config: Config) -> int:
     watchdog_s = watchdog_interval_s()
     listening = open_listening(config, [given.socket for given in inherited_sockets()])
     _raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:
             runner.run(Daemon(config, notifier, listening, watchdog_s).run(early))

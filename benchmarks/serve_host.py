@@ -43,6 +43,7 @@ from streamer.server.metrics import Metrics
 from streamer.server.sockets import bind_unix
 from streamer.server.state import Backend, ModelCard, ServerState
 from streamer.server.textwork import build_text
+from streamer.service import SWITCH_S
 
 SHAPE = SHAPES["llama8b"]
 N_CTX, PAGE = 4096, 16
@@ -115,6 +116,7 @@ async def serve(path: str, options: argparse.Namespace, ready: Event) -> None:
 def server_process(path: str, options: argparse.Namespace, ready: Event) -> None:
     configure_logging(style="kv", level="info", journal=False, debug=False)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(path, options, ready))
 
