@@ -173,8 +173,7 @@ class Case:
     def run(self, rings: Sequence[RingVariant], builds: Sequence[tuple[GemvBuild, int]]) -> None:
         raw = SourceRows(self.source)
         for v in rings:
-            name = f"r{v.rows}i{v.iterations}w{v.warps}b{v.blocks}s{v.shared >> 10}"
-            self.ring(v, self.quantized or raw, name)
+            self.ring(v, self.quantized or raw, v.name)
         default = ring_variant(self.type, self.shape.gated)
         self.ring(default, raw, "default,raw")
         norm = self.lab.norm(self.shape.n_in).weight.handle.address

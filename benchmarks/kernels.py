@@ -26,6 +26,7 @@ from streamer.kernels.cuda_matmul import MatmulOptions, matrix_of
 from streamer.kernels.launch import KernelStore, ModuleSpec
 from streamer.kernels.matmul_arguments import Output
 from streamer.kernels.matmul_launch import ROWS_MODULE, product_modules
+from streamer.kernels.matmul_ring import RingVariant, ring_variant
 from streamer.kernels.ops import Activation, Linear
 from streamer.plan.layouts import resident_nbytes
 
@@ -81,6 +82,19 @@ def build(lab: Lab, shapes: Shapes, type: QuantType, *, layers: int | None = Non
 # ---- decode: a step without attention ----------------------------------------------------------------------
 
 
+CUTS = (
+    RingVariant(4, 1, 8, prefetch=4),
+    RingVariant(4, 1, 8, prefetch=16),
+    RingVariant(4, 2, 8),
+    RingVariant(2, 2, 8),
+    RingVariant(2, 2, 8, prefetch=8),
+    RingVariant(4, 2, 4),
+    RingVariant(4, 1, 4, blocks=2),
+    RingVariant(4, 1, 4, blocks=4, shared=54 << 10),
+    RingVariant(4, 2, 8, shared=200 << 10),
+)
+
+
 def steps(lab: Lab, report: Report) -> None:
     """Products with everything between them but attention: what a decode step costs beside attention."""
     kinds = {
@@ -99,7 +113,13 @@ def steps(lab: Lab, report: Report) -> None:
                 seconds, eager = lab.graph_seconds(whole_step(lab, model, n))
                 what = f"{shapes.name} {type.name} step, {n} tokens, {kind}"
                 report.add(what, seconds, model.nbytes, tokens_per_s=n / seconds, eager_ms=1e3 * eager)
-    lab.matmul.options = MatmulOptions()
+        lab.matmul.options = MatmulOptions()
+        for cut in CUTS if shapes is LLAMA_8B else ():
+            lab.matmul.launcher.ring_cut = lambda *_, cut=cut: cut  # type: ignore[misc]
+            seconds, _ = lab.graph_seconds(whole_step(lab, model, 1))
+            what = f"{shapes.name} {type.name} step, 1 tokens, {cut.name}"
+            report.add(what, seconds, model.nbytes, tokens_per_s=1 / seconds)
+        lab.matmul.launcher.ring_cut = ring_variant
 
 
 def whole_step(lab: Lab, model: Model, n_tokens: int) -> Callable[[], None]:

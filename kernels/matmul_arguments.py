@@ -77,7 +77,7 @@ class SourceRows:
 
 
 def fill_matrices(to: Any, outputs: Sequence[Output], tile: int, *, gated: bool) -> int:
-    """Write the matrices of a launch, numbering tiles of so many rows through them: how many tiles there are."""
+    """Write the matrices of a launch, numbering tiles of so many rows through them; how many there are."""
     assert len(outputs) <= MAX_MATRICES
     assert len({o.matrix.type for o in outputs}) == 1
     first = 0

@@ -5,7 +5,7 @@ dependent launch: a kernel reads weights before, activations only after its pred
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +183,7 @@ class ProductLauncher:
     def __init__(self, store: KernelSource, *, counters: int, partial: int, multiprocessors: int) -> None:
         self._store, self._counters, self._partial = store, counters, partial
         self._multiprocessors = multiprocessors
+        self.ring_cut: Callable[[QuantType, bool], RingVariant] = ring_variant  # the laboratory sets others
         self._kernels: dict[tuple[str, int], Any] = {}
 
     def gemv(
@@ -240,7 +241,7 @@ class ProductLauncher:
             outputs,
             n_tokens,
             activation_bytes,
-            variant or ring_variant(matrix.type, gated),
+            variant or self.ring_cut(matrix.type, gated),
             gated=gated,
             multiprocessors=self._multiprocessors,
         )

@@ -28,6 +28,11 @@ class RingVariant:
     shared: int = SHARED_NBYTES
     prefetch: int = 0  # pieces a warp asks the L2 cache for, beyond its ring
 
+    @property
+    def name(self) -> str:
+        cut = f"r{self.rows}i{self.iterations}w{self.warps}b{self.blocks}s{self.shared >> 10}"
+        return f"{cut}p{self.prefetch}" if self.prefetch else cut
+
 
 def ring_variant(type: QuantType, gated: bool) -> RingVariant:
     """What measured best; where chunks are larger, pieces of fewer rows have as many bytes."""

@@ -1,6 +1,6 @@
 """Weights of every type on the device, and references in float64, for the tests of the product kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,13 +51,14 @@ POISON = 0x7FC0DEAD  # a NaN
 class Products:
     """A device with the product kernels compiled, and short ways to use them. Keeps what it puts."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, types: Iterable[QuantType]) -> None:
+        """`types`: those whose kernels are compiled at once; others are when they are first asked for."""
         self.device = device
         self.stream = device.create_stream("products")
         arch = architecture(device.capabilities.compute_capability)
         self.store = KernelStore(device, arch, cache_directory=cache_directory() / "kernels")
         specs = [ROWS_MODULE]
-        for type in (*PLANES, *FLOATS):
+        for type in types:
             for nbytes in (1, 2):
                 specs += product_modules(type, gemv_tokens=8, activation_bytes=nbytes)
         with ThreadPoolExecutor(16) as threads:
@@ -226,9 +227,19 @@ def from_bf16(x: np.ndarray) -> np.ndarray:
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
+def types_of(tests: Iterable[Any]) -> list[QuantType]:
+    """Types with products among the parameters of the tests that will run."""
+    values: list[Any] = []
+    for test in tests:
+        for value in (getattr(test, "callspec", None) and test.callspec.params.values()) or ():
+            values += value if isinstance(value, tuple) else [value]
+    found = {v for v in values if isinstance(v, QuantType)}
+    return sorted(t for t in (*PLANES, *FLOATS) if t in found)
+
+
 @pytest.fixture(scope="session")
-def products_of_session(open_device: Any) -> Iterator[Products]:
-    products = Products(open_device())
+def products_of_session(request: pytest.FixtureRequest, open_device: Any) -> Iterator[Products]:
+    products = Products(open_device(), types_of(request.session.items))
     yield products
     products.close()
 
