@@ -34,16 +34,21 @@ def ending(n_tokens, n_prompt=4):
 
 class ScriptedServer:
     """Answers request number i with `script(i, body)`: bytes, or a list of bytes sent one after the other;
-    None closes the connection. With `crowd`, nobody is answered before so many have asked.
+    None closes the connection. Without a path, on a free port. With `crowd`, nobody is answered before
+    so many have asked.
     """
 
     def __init__(self, path, script, crowd=0):
-        self.path, self.script, self.crowd = str(path), script, crowd
-        self.bodies, self.n_connections, self.n_probes = [], 0, 0
+        self.path, self.script, self.crowd = path and str(path), script, crowd
+        self.heads, self.bodies, self.n_connections, self.n_probes = [], [], 0, 0
 
     async def __aenter__(self):
         self._full = asyncio.Event()
-        self._server = await asyncio.start_unix_server(self._connected, self.path)
+        if self.path is None:
+            self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+            self.port = self._server.sockets[0].getsockname()[1]
+        else:
+            self._server = await asyncio.start_unix_server(self._connected, self.path)
         return self
 
     async def __aexit__(self, *_):
@@ -62,6 +67,7 @@ class ScriptedServer:
             writer.close()
 
     async def _answer(self, head, reader, writer):
+        self.heads.append(head)
         if head.startswith("GET"):
             return self._get(head.split(" ")[1], writer)
         length = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
@@ -213,16 +219,13 @@ def test_an_answer_reads_the_same_however_it_is_cut(sizes):
     assert [json.loads(p)["choices"][0]["text"] for p in payloads[:2]] == ["a", "b" * 300]
 
 
-def test_the_command_writes_table_record_and_picture(tmp_path: Path, capsys):
-    """From another thread's loop, as a user's server is another process."""
+def command(path, script, arguments):
+    """The command against a server on another thread's loop, as a user's is in another process."""
     ready, done, seen = threading.Event(), threading.Event(), []
-
-    def answer(number, body):
-        return REFUSED if number == 5 else HEAD + text("a") * body["max_tokens"] + ending(body["max_tokens"])
 
     def server_thread():
         async def main():
-            async with ScriptedServer(tmp_path / "s", answer) as server:
+            async with ScriptedServer(path, script) as server:
                 seen.append(server)
                 ready.set()
                 await asyncio.to_thread(done.wait)
@@ -233,12 +236,26 @@ def test_the_command_writes_table_record_and_picture(tmp_path: Path, capsys):
     thread.start()
     try:
         assert ready.wait(20)
-        arguments = ["--socket", str(tmp_path / "s"), "--streams", "1,2", "--rate", "200", "--requests", "6"]
-        more = ["--output-tokens", "3", "--commit", "abc", "--out", str(tmp_path / "out")]
-        code = serve_bench.main([*arguments, *more, "--probe-interval", "0.001"])
+        return serve_bench.main(arguments(seen[0])), seen[0]
     finally:
         done.set()
         thread.join()
+
+
+def answer_in_full(number, body):
+    return HEAD + text("a") * body["max_tokens"] + ending(body["max_tokens"])
+
+
+def test_the_command_writes_table_record_and_picture(tmp_path: Path, capsys):
+    def arguments(server):
+        loops = ["--socket", server.path, "--streams", "1,2", "--rate", "200", "--requests", "6"]
+        more = ["--output-tokens", "3", "--commit", "abc", "--out", str(tmp_path / "out")]
+        return [*loops, *more, "--probe-interval", "0.001"]
+
+    def script(number, body):
+        return REFUSED if number == 5 else answer_in_full(number, body)
+
+    code, server = command(tmp_path / "s", script, arguments)
     assert code == 0
     (path,) = (tmp_path / "out").glob("serve-*.json")
     record = json.loads(path.read_text())
@@ -250,12 +267,35 @@ def test_the_command_writes_table_record_and_picture(tmp_path: Path, capsys):
         metrics
     )
     assert metrics["probe_failures"] == 0
-    assert metrics["livez_probes"] + metrics["readyz_probes"] == seen[0].n_probes > 0
+    assert metrics["livez_probes"] + metrics["readyz_probes"] == server.n_probes > 0
     assert record["runs"][0]["error_kinds"] == {"503": 1}
     assert path.with_suffix(".svg").read_text().startswith("<svg")
     output = capsys.readouterr().out
     assert "2 streams" in output
     assert "1 x 503" in output
+
+
+def test_the_command_measures_over_tcp_with_a_key(tmp_path: Path):
+    key = tmp_path / "key"
+    key.write_text("secret-key\n")
+
+    def arguments(server):
+        where = ["--url", f"http://127.0.0.1:{server.port}", "--api-key-file", str(key), "--no-probes"]
+        return [*where, "--streams", "1", "--requests", "2", "--out", str(tmp_path)]
+
+    code, server = command(None, answer_in_full, arguments)
+    assert code == 0
+    completions = [head for head in server.heads if head.startswith("POST /v1/completions")]
+    assert len(completions) == 3, "two requests and a warm-up"
+    assert all("Authorization: Bearer secret-key" in head for head in server.heads)
+
+
+@pytest.mark.parametrize("wrong", [["--streams", "0"], ["--rate", "-1"], ["--prompt-tokens", "many"]])
+def test_wrong_options_end_with_a_line(tmp_path: Path, capsys, wrong):
+    code, server = command(tmp_path / "s", answer_in_full, lambda server: ["--socket", server.path, *wrong])
+    assert code == 2
+    assert "ggufd: bench serve: " in capsys.readouterr().err
+    assert not server.bodies
 
 
 def test_no_server_ends_with_a_line(tmp_path: Path, capsys):
