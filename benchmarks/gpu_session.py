@@ -106,7 +106,7 @@ def cupti_path() -> str | None:
 
 
 def python_path() -> str:
-    """The source tree before whatever else the caller has put there (packages, on a machine without a venv)."""
+    """The source tree before what else the caller has put there (packages, on a machine without a venv)."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 

@@ -2,8 +2,8 @@
 
 A decode step replays the graph of the smallest batch size that holds it; a short prefill or mixed step,
 that of its rows. Anything else (long chunks, whose launches the device hides, and embeddings) is launched
-eagerly. A step costs one upload of tables, one replay and one small download; only `PendingStep.result` waits,
-so the next step may be queued before it.
+eagerly. A step costs one upload of tables, one replay and one small download; only `PendingStep.result`
+waits, so the next step may be queued before it.
 """
 
 from collections.abc import Callable, Sequence

@@ -47,7 +47,7 @@ class Limits:
 
     @property
     def graphs(self) -> tuple[StepKind, ...]:
-        """Kinds with a graph, the cheapest first: decode by batch size, then short prefills and mixed steps."""
+        """Kinds with a graph, cheapest first: decode by batch size, then short prefill and mixed steps."""
         most = self.most_spans
         sizes = (*(x for x in DECODE_SIZES if x < most), most)
         decode = [StepKind(n, n, n, decode=True) for n in sizes]

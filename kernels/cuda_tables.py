@@ -1,7 +1,7 @@
 """A batch as tables in device memory: one packed host buffer, one copy a step. Pure packing; no driver here.
 
-Graphs never change: they read everything that varies from these tables at fixed offsets. Every kind of step has
-a layout of its own; what it does not use is padding (span -1, slot -1, id 0, tile of 0 rows).
+Graphs never change: they read everything that varies from these tables at fixed offsets. Every kind of
+step has a layout of its own; what it does not use is padding (span -1, slot -1, id 0, tile of 0 rows).
 """
 
 from dataclasses import dataclass

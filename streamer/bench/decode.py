@@ -106,7 +106,7 @@ async def measure(runtime: Runtime, key: str, repeats: int) -> ModelRates:
 
 
 def bytes_a_token(plan: Plan, expert_share: float = 1.0) -> int:
-    """Weight bytes a decode step of one sequence must read: all but embedding rows; the chosen share of experts."""
+    """Weight bytes one sequence's decode step must read: no embedding rows, the chosen share of experts."""
     total = 0.0
     tied = not any(w.role is Role.OUTPUT and len(w.tensor.shape) > 1 for w in plan.weights)
     for weight in plan.weights:
@@ -118,7 +118,7 @@ def bytes_a_token(plan: Plan, expert_share: float = 1.0) -> int:
 
 
 def flops_a_token(plan: Plan, expert_share: float = 1.0) -> float:
-    """Multiply-adds times two of all matrices a prompt token passes; the head counts once a prompt, so not here."""
+    """Multiply-adds times two of all matrices a prompt token passes; not the head, which is once a prompt."""
     total = 0.0
     for weight in plan.weights:
         if len(weight.tensor.shape) < 2 or weight.role in (Role.EMBEDDING, Role.OUTPUT):

@@ -1,4 +1,4 @@
-"""CUDA's part of a start: kernels compiled while weights move, layouts finished behind the upload, binding."""
+"""CUDA's part of a start: kernels compile while weights move; layouts finish behind the upload; binding."""
 
 import os
 from collections.abc import Callable, Sequence

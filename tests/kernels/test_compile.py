@@ -49,7 +49,9 @@ PRODUCTS = (
     (QuantType.Q4_K, "sm_90a"),
     (QuantType.Q6_K, "sm_90a"),
 )
-BY_TYPE = frozenset({"gemv.cu", "gemv_ring.cu", "mma_direct.cu", "mma_tiled.cu", "dequantize.cu", "quantize.cu"})
+BY_TYPE = frozenset(
+    {"gemv.cu", "gemv_ring.cu", "mma_direct.cu", "mma_tiled.cu", "dequantize.cu", "quantize.cu"}
+)
 KERNELS = pytest.mark.parametrize(
     "path",
     [path for path in sorted(KERNEL_DIRECTORY.glob("*.cu")) if path.name not in BY_TYPE],

@@ -1,4 +1,4 @@
-"""Builders for the tests of the pipeline's rooms: a file with tensors, its directory and plan, and a load of it.
+"""Builders for the tests of the pipeline's rooms: a file with tensors, its directory and plan, a load of it.
 
 Loaded by these rooms' conftest.py under the name `pipeline_support`.
 """
@@ -54,20 +54,26 @@ class Model:
         return Path(self.directory.shards[0].path)
 
 
-def build(folder: Path, pieces: Sequence[Piece | int], *, chunk_nbytes: int = CHUNK, header: int = 96) -> Model:
+def build(
+    folder: Path, pieces: Sequence[Piece | int], *, chunk_nbytes: int = CHUNK, header: int = 96
+) -> Model:
     """Write the shards, then describe them. A bare number is a tensor of that many bytes in layer 0."""
     pieces = [piece if isinstance(piece, Piece) else Piece(piece) for piece in pieces]
     ends: dict[int, int] = {}
     tensors: dict[str, TensorInfo] = {}
     data: dict[str, bytes] = {}
     for index, piece in enumerate(pieces):
-        name = f"blk.{piece.layer}.w{index}.weight" if piece.layer is not None else f"token_embd{index}.weight"
+        name = (
+            f"blk.{piece.layer}.w{index}.weight" if piece.layer is not None else f"token_embd{index}.weight"
+        )
         offset = -(-(ends.get(piece.shard, header) + piece.gap) // 32) * 32
         ends[piece.shard] = offset + piece.nbytes
         elements = piece.nbytes // piece.type.block_nbytes * piece.type.block_elements
         tensors[name] = TensorInfo(name, (elements,), piece.type, piece.nbytes, piece.shard, offset)
         data[name] = piece.data if piece.data is not None else bytes([index % 255 + 1]) * piece.nbytes
-    shards = [_write(folder / f"model-{shard}.gguf", tensors, data, shard, end) for shard, end in ends.items()]
+    shards = [
+        _write(folder / f"model-{shard}.gguf", tensors, data, shard, end) for shard, end in ends.items()
+    ]
     directory = Directory(shards[0].path, 3, 32, {}, tensors, tuple(shards))
     return Model(directory, _plan(pieces, list(tensors.values()), chunk_nbytes), data)
 
@@ -95,7 +101,15 @@ def _plan(pieces: Sequence[Any], tensors: list[TensorInfo], chunk_nbytes: int) -
         begin = -(-last.nbytes // 256) * 256
         weights.append(
             PlannedWeight(
-                index, tensor.name, piece.role, piece.layer, tensor, last.index, begin, tensor.nbytes, piece.layout
+                index,
+                tensor.name,
+                piece.role,
+                piece.layer,
+                tensor,
+                last.index,
+                begin,
+                tensor.nbytes,
+                piece.layout,
             )
         )
         end = begin + tensor.nbytes
@@ -106,7 +120,9 @@ def _plan(pieces: Sequence[Any], tensors: list[TensorInfo], chunk_nbytes: int) -
     return Plan(tuple(weights), tuple(segments), layers, chunk_nbytes, (), memory, None, 32, 1, 1, 0, 0)
 
 
-def make_transfer(strategy: str, device: Any, *, chunk_nbytes: int = CHUNK, workers: int = 2, **options: Any) -> Any:
+def make_transfer(
+    strategy: str, device: Any, *, chunk_nbytes: int = CHUNK, workers: int = 2, **options: Any
+) -> Any:
     """A strategy with a tiny ring, or with windows of two pages."""
     if strategy == "window":
         options = {"window_nbytes": 2 * 4096, "max_windows": 2} | options
@@ -115,7 +131,9 @@ def make_transfer(strategy: str, device: Any, *, chunk_nbytes: int = CHUNK, work
     return kind(device, workers=workers, chunk_nbytes=chunk_nbytes, **options)
 
 
-def run_load(model: Model, device: Any, transfer: Any, *, ledger: Ledger | None = None, **options: Any) -> Any:
+def run_load(
+    model: Model, device: Any, transfer: Any, *, ledger: Ledger | None = None, **options: Any
+) -> Any:
     """Load to the end in this thread's own loop; returns (weights, ledger)."""
     ledger = ledger or Ledger(model.plan)
     weights = asyncio.run(load(model.plan, model.directory, device, transfer, ledger, **options))

@@ -200,7 +200,8 @@ def test_any_vocabulary_is_refused_or_works(
     encoded = tokenizer.encode(text, add_special=False)
     controls = {i for i in encoded if tokenizer.is_control(i)}
     unknown = {i for i in range(n) if kinds[i] == 2}
-    assert controls <= {tokenizer.unk_id, *unknown}  # unknown characters only, or characters the file calls so
+    # unknown characters only, or characters the file calls so
+    assert controls <= {tokenizer.unk_id, *unknown}
     tokenizer.decode(encoded)
     tokenizer.encode(text, parse_special=True)
 

@@ -1,8 +1,9 @@
 """Whole models on CUDA against golden values of float32 arithmetic, and against themselves in batches.
 
-Bands: activations are bf16 or 16-bit integers and keys and values f16, so log-probabilities differ from float32
-by rounding; the stated band is a mean KL divergence of 5e-3 over a prompt's last positions, taken over the 20 most
-likely ids. Chunks and batches change kernels (other roundings), so they agree within the same band.
+Bands: activations are bf16 or 16-bit integers and keys and values f16, so log-probabilities differ from
+float32 by rounding; the stated band is a mean KL divergence of 5e-3 over a prompt's last positions, taken
+over the 20 most likely ids. Chunks and batches change kernels (other roundings), so they agree within the
+same band.
 """
 
 import json
@@ -23,7 +24,7 @@ CLEAR = 0.25  # two best log-probabilities further apart than this must come in 
 
 
 def kl(reference: Sequence[tuple[int, float]], ids: np.ndarray, logprobs: np.ndarray) -> float:
-    """KL over the reference's listed ids; an id that we do not list has at most our last one's probability."""
+    """KL over the reference's listed ids; one that we do not list has at most our last one's probability."""
     ours = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
     return float(sum(np.exp(p) * (p - ours.get(i, float(logprobs[-1]))) for i, p in reference))
 

@@ -1,8 +1,8 @@
 """Paged attention, rotation and the cache write against numpy on fresh random inputs.
 
-Keys and values are bf16 (8 bits) and, in prefill, so are queries and probabilities. The reference sees the same
-rounded keys and values, so decode differs by the order of float32 sums only (NMSE <= 1e-9) and prefill by the
-rounding of queries and probabilities (NMSE <= 5e-5).
+Keys and values are bf16 (8 bits) and, in prefill, so are queries and probabilities. The reference sees the
+same rounded keys and values, so decode differs by the order of float32 sums only (NMSE <= 1e-9) and prefill
+by the rounding of queries and probabilities (NMSE <= 5e-5).
 """
 
 from typing import Any
