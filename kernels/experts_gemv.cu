@@ -183,7 +183,7 @@ __global__ void __launch_bounds__((SPLIT ? 64 : 32) * GATE_WARPS, 2) expert_gate
 }
 
 // R rows of one token a block: its lanes share the chunks of all choices. Grid: n_tokens * tiles of R rows.
-template <class T, int R, int BYTES> __global__ void __launch_bounds__(256, LIGHT<T> ? 4 : 2) expert_down(const __grid_constant__ ExpertParams p) {
+template <class T, int R, int BYTES> __global__ void __launch_bounds__(256, LIGHT<T> ? 3 : 2) expert_down(const __grid_constant__ ExpertParams p) {
     __shared__ int ids[MAX_USED];
     __shared__ float factors[MAX_USED];
     __shared__ float partial[8][R];

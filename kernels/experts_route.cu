@@ -108,7 +108,7 @@ __device__ __forceinline__ void group_pairs(const RouteParams &p) {
     if (lane == 31) sums[warp] = inclusive;
     __syncthreads();
     u64 before = 0, all = 0;
-#pragma unroll
+#pragma unroll 4
     for (int w = 0; w < 32; w++) {
         if (w < warp) before += sums[w];
         all += sums[w];
