@@ -185,6 +185,8 @@ class Daemon:
         self._state.backend = Backend(runtime.engine, text, card)
         await rehearse(self._state.backend)
         counted = runtime.engine.statistics()
+        if counted.failed is not None:
+            await asyncio.Event().wait()  # never READY: `_engine_failed` is about to end us with its reason
         self._own_tokens = counted.prompt_tokens, counted.generated_tokens
         gc.collect()
         gc.freeze()  # what lives now lives to the end: later collections need not look at it
