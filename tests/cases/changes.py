@@ -20,7 +20,10 @@ def count_allocations() -> None:
 
 
 def fail_in_decode() -> None:
-    """The 12th step after the start fails as an illegal access does: this one and all that follow."""
+    """The 12th step after FAIL_WHEN is there fails as an illegal access does: this one and all that follow.
+
+    FAIL_AT gives another number.
+    """
     from streamer.kernels.host_executor import HostExecutor
 
     step = HostExecutor.step
@@ -28,7 +31,7 @@ def fail_in_decode() -> None:
 
     def failing(self: HostExecutor, batch: Any, sampling: Any) -> Any:
         counted["steps"] += len(batch.spans) > 0 and os.path.exists(os.environ["FAIL_WHEN"])
-        if counted["steps"] >= 12:
+        if counted["steps"] >= int(os.environ.get("FAIL_AT", "12")):
             raise DeviceError("cuStreamSynchronize", "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal access")
         return step(self, batch, sampling)
 

@@ -99,7 +99,7 @@ def test_case_35_in_the_queue_and_in_a_crowd(endless) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "9" * 5000, '"1"', "[]", "null1"]
+    "number", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "9" * 400, "9" * 5000, '"1"', "[]", "null1"]
 )
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "frequency_penalty", "repeat_penalty"])
 def test_case_38_numbers_that_are_none(shared, name: str, number: str) -> None:
@@ -296,3 +296,11 @@ def test_case_50_the_device_fails_in_mid_decode(launch, tmp_path) -> None:
     assert "cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS" in daemon.text.splitlines()[-1]
     assert not os.path.exists(daemon.path)
     assert daemon.told[-1].startswith(("EXTEND_TIMEOUT_USEC", "STATUS=failed"))
+
+
+def test_case_50_a_device_that_fails_before_ready_is_never_ready(launch, tmp_path) -> None:
+    model = scripted().write(tmp_path / "m.gguf")
+    env = {"FAIL_WHEN": str(tmp_path), "FAIL_AT": "1"}
+    daemon = launch(model, ready=False, change="fail_in_decode", env=env)
+    assert daemon.wait() == 71
+    assert not any(x.startswith("READY") for x in daemon.told)
