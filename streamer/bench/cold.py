@@ -25,7 +25,7 @@ class DirectShape:
     block_nbytes: int
 
 
-SHAPES = tuple(DirectShape(threads, block * MIB) for threads, block in product((1, 4, 8), (4, 16)))
+SHAPES = tuple(DirectShape(threads, block * MIB) for threads, block in product((1, 2, 4), (4, 16)))
 
 
 class StillCachedError(RuntimeError):

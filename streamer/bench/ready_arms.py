@@ -106,7 +106,7 @@ def _daemon_run(daemon: Daemon) -> dict[str, Any]:
     return {
         "ready_s": round(daemon.ready_s, 3),
         "own_memory_mib": own,
-        "phases": phases,
+        "phases": {"imports": round(daemon.ready_s - float(residency["elapsed_s"]), 4), **phases},
         "transfer": residency.get("transfer"),
         "weight_h2d_bytes_load": residency.get("weight_h2d_bytes_load"),
         "source": residency.get("source"),

@@ -20,6 +20,7 @@ from streamer.residency.ledger import Ledger
 from streamer.trace import NULL_TRACER, Tracer
 from streamer.transfer.base import Transfer
 
+PAGE_NBYTES = 2 << 20  # the driver gives out device memory in pages: a segment ends inside one
 NO_CACHE = CacheNeeds(0, 0, page_size=32, training_context=32)
 
 
@@ -71,7 +72,7 @@ class LoadRun:
     page_cache_nbytes: int
     storage_nbytes: int
     device: DeviceStatistics  # while the weights were still there
-    unplanned_nbytes: int | None  # device memory taken beyond the plan's segments, at its most; if watched
+    unplanned_nbytes: int | None  # device memory taken beyond the segments' pages, at its most; if watched
 
     @property
     def gbps(self) -> float:
@@ -111,7 +112,7 @@ def run_load(
             )
         )
     statistics = device.statistics()
-    planned = sum(segment.nbytes for segment in subject.plan.segments)
+    planned = sum(-(-segment.nbytes // PAGE_NBYTES) * PAGE_NBYTES for segment in subject.plan.segments)
     weights.close()
     residency = ledger.statistics()
     return LoadRun(

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -127,12 +127,15 @@ async def _start(
     undo.closers.append(transfer.close)
     ledger.describe(transfer="host" if capabilities.kind == "host" else transfer.name)
     ledger.enter(Phase.PLAN)
+    pinning = threads.submit(transfer.prepare)  # beside planning and compiling
+    undo.closers.append(lambda: _ended(pinning))
     model = await _in(threads, lambda: _plan(options, device, directory, architecture, transfer))
     ledger.adopt(model.plan)
     preparation = None
     if prepare := PREPARATIONS.get(capabilities.kind):
         preparation = await _in(threads, lambda: prepare(device, model, options.cache_directory))
         undo.closers.append(preparation.close)
+    await asyncio.wrap_future(pinning)
     weights = await load(
         model.plan,
         directory,
@@ -250,6 +253,11 @@ def has_changed(directory: Directory) -> bool:
         if (status.st_size, status.st_mtime_ns, status.st_ino) != (shard.nbytes, shard.mtime_ns, shard.inode):
             return True
     return False
+
+
+def _ended(future: "Future[None]") -> None:
+    """Wait until a thread's work is over, however it ended."""
+    wait([future])
 
 
 # ---- threads under cancellation ----------------------------------------------------------------------------
