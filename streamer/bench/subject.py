@@ -121,5 +121,6 @@ def run_load(
         page_cache_nbytes=residency.page_cache_bytes,
         storage_nbytes=residency.storage_bytes,
         device=statistics,
-        unplanned_nbytes=free_before - cost.least_free_nbytes - planned if watch_memory else None,
+        # small segments share pages: then less is taken than counted
+        unplanned_nbytes=max(0, free_before - cost.least_free_nbytes - planned) if watch_memory else None,
     )
