@@ -71,7 +71,7 @@ class Box:
         enter = ["nsenter", "-t", str(self.pid), "-p", "-m", "-u", "-i", "-C", "-r", "-w", *command]
         done = subprocess.run(enter, capture_output=True, text=True, timeout=timeout_s, check=False)
         if check and done.returncode != 0:
-            tail = self.run("journalctl", "-o", "cat", "-n", "60", check=False).stdout
+            tail = self.run("journalctl", "-o", "cat", "-n", "30", "_TRANSPORT=stdout", check=False).stdout
             raise AssertionError(f"{command}: {done.stdout}{done.stderr}\n{tail}")
         return done
 

@@ -24,5 +24,7 @@ done
 # A machine's own services are none of the box's: only what a test starts runs there.
 rm -rf "$root"/etc/systemd/system/*.wants "$root"/etc/systemd/system/ggufd* "$root"/etc/ggufd
 rm -rf "$root"/var/log/journal "$root"/usr/local/lib/systemd
+# Shared among the box's own namespaces, as systemd has it on a machine: credentials are mounted from a helper's.
+mount --make-rshared "$root"
 exec chroot "$root" /usr/bin/env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin container=other \
   /lib/systemd/systemd --system --unit=basic.target --log-target=journal --show-status=0

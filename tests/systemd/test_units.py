@@ -1,6 +1,7 @@
 """The shipped units under a real systemd: order of notifications, patience, watchdog, activation, access."""
 
 import re
+import socket
 
 import pytest
 from systemd_box import until
@@ -168,6 +169,28 @@ def test_the_socket_is_for_its_group_and_the_allow_list_sees_real_users(make_uni
     assert "Permission denied" in ask(4711, "--clear-groups")
     assert '"ready"' not in ask(4712, f"--groups={group}")
     assert '"ready"' in ask(4711, f"--groups={group}")
+
+
+def test_tcp_through_the_drop_in_asks_for_the_key_that_only_the_daemon_can_read(make_unit, box) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:  # the box has this machine's network
+        port = probe.getsockname()[1]
+    unit = make_unit("tcp", {"model": TINY, "listen": f"127.0.0.1:{port}"})
+    box.write("/etc/ggufd/tcp.keys", "a-key-of-sixteen-letters\n")
+    box.path("/etc/ggufd/tcp.keys").chmod(0o600)
+    drop_in = box.path("/usr/local/share/ggufd/tcp.conf").read_text()
+    box.write(f"/etc/systemd/system/{unit.service}.d/tcp.conf", drop_in)
+    box.run("systemctl", "daemon-reload")
+    unit.systemctl("start")
+
+    def ask(*headers: str) -> int:
+        lines = ["GET /v1/models HTTP/1.0", f"Host: 127.0.0.1:{port}", *headers, "", ""]
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+            client.sendall("\r\n".join(lines).encode())
+            return int(client.recv(65536).split()[1])
+
+    assert ask() == 401
+    assert ask("Authorization: Bearer a-key-of-sixteen-letters") == 200
+    assert unit.get("/v1/models")[0] == 200  # the socket asks for none
 
 
 def test_units_verify_and_are_closed_but_for_the_devices(make_unit, box) -> None:
