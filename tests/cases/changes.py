@@ -7,16 +7,19 @@ from streamer.errors import DeviceError
 
 
 def count_allocations() -> None:
-    """Every allocation on the device becomes a line of the log: a refusal must come before the first."""
+    """Every allocation of device memory becomes a line of the log: a refusal must come before the first.
+
+    Pinned memory is the host's; it may come up beside the reading of the header.
+    """
     from streamer.device.host import HostDevice
 
-    take = HostDevice._take
+    allocate = HostDevice.allocate
 
-    def told(self: HostDevice, nbytes: int, *rest: Any) -> Any:
+    def told(self: HostDevice, nbytes: int, *, what: str = "") -> Any:
         os.write(2, f"ALLOCATED {nbytes}\n".encode())
-        return take(self, nbytes, *rest)
+        return allocate(self, nbytes, what=what)
 
-    HostDevice._take = told  # type: ignore[method-assign]
+    HostDevice.allocate = told  # type: ignore[method-assign]
 
 
 def fail_in_decode() -> None:
