@@ -9,7 +9,7 @@ TINY = Path(__file__).parents[1] / "data" / "tiny-llama.gguf"
 
 
 def test_a_short_soak_is_flat_and_leaves_its_record(tmp_path: Path, capsys) -> None:
-    times = ["--seconds", "6", "--quiet-every", "1.5", "--reload-every", "1.7", "--clients", "3"]
+    times = ["--seconds", "5", "--quiet-every", "1.2", "--reload-every", "1.7", "--clients", "3"]
     place = ["--model", str(TINY), "--device", "host", "--ctx", "128", "--results", str(tmp_path)]
     code = main([*times, *place])
     assert code == 0, capsys.readouterr().out
