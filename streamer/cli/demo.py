@@ -22,6 +22,7 @@ from streamer.cli.prompt import event_text, request_body
 from streamer.cli.pull import pull_with_bar
 from streamer.config import default_socket_path
 from streamer.errors import GgufdError
+from streamer.pull import pulled_path
 
 MODEL = "smollm2-135m"
 QUESTION = "In one sentence: why is the sky blue?"
@@ -37,7 +38,11 @@ class DemoError(GgufdError):
 @click.option("--device", default="auto", metavar="NAME")
 def command(stay: bool, device: str) -> int:
     """Pull SmolLM2-135M, make it resident, ask it, print what happened."""
+    if pulled_path(MODEL) is None:
+        print(f"fetching {MODEL} (98 MB, once)", flush=True)
     path = pull_with_bar(MODEL)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # whoever stops us stops the daemon too, as Ctrl-C does
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="ggufd-") as folder:
         socket_path = default_socket_path() if stay else f"{folder}/ggufd.sock"
         log = Path(folder) / "log"
@@ -47,7 +52,7 @@ def command(stay: bool, device: str) -> int:
             answers = [_ask(socket_path), _ask(socket_path, quietly=True)]
             print(_summary(residency, answers))
             if stay:
-                return _stay(daemon, socket_path)
+                _stay(daemon, socket_path, log)
         finally:
             code = _stop(daemon)
         if code != 0:
@@ -69,7 +74,7 @@ def _start(path: str, socket_path: str, device: str, log: Path) -> "subprocess.P
 
 def _wait(daemon: "subprocess.Popen[bytes]", socket_path: str, log: Path) -> dict[str, Any]:
     try:
-        residency = wait_ready(socket_path, time.monotonic() + START_S, pid=daemon.pid)
+        residency = wait_ready(socket_path, time.monotonic() + START_S, pid=daemon.pid, lines=True)
     except Unreachable:
         raise DemoError(f"the daemon did not start: {log.read_text()[-2000:].strip()}") from None
     print(one_line(residency), flush=True)
@@ -133,15 +138,18 @@ def _summary(r: dict[str, Any], answers: list[Answer]) -> str:
     return "\n".join(f"{name:<15} {text}" for name, text in rows)
 
 
-def _stay(daemon: "subprocess.Popen[bytes]", socket_path: str) -> int:
-    print(f"\nserving on {socket_path} (Ctrl-C stops it); for example\n")
-    print(f"  curl --unix-socket {socket_path} http://localhost/v1/chat/completions \\")
-    print('    -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'')
+def _stay(daemon: "subprocess.Popen[bytes]", socket_path: str, log: Path) -> None:
+    lines = (
+        f"\nserving on {socket_path} (Ctrl-C stops it), log in {log}; in another terminal, for example\n",
+        f"  curl --unix-socket {socket_path} http://localhost/v1/chat/completions \\",
+        '    -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
+        f'  {Path(sys.executable).parent}/ggufd prompt --socket {socket_path} "Hello!"',
+    )
     try:
+        print("\n".join(lines), flush=True)
         daemon.wait()
     except KeyboardInterrupt:
         print()
-    return 0
 
 
 def _stop(daemon: "subprocess.Popen[bytes]") -> int:
@@ -149,6 +157,6 @@ def _stop(daemon: "subprocess.Popen[bytes]") -> int:
         daemon.send_signal(signal.SIGTERM)
     try:
         return daemon.wait(timeout=60)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
         daemon.kill()
         return daemon.wait()

@@ -7,9 +7,9 @@ import json
 
 import click
 
-from streamer.cli.serve import resolve_model
 from streamer.device.host_memory import host_memory
 from streamer.plan.render import plan_as_data, render_plan
+from streamer.pull import model_path
 from streamer.runtime.planning import PROFILES, RuntimeOptions, plan_model, read_model
 from streamer.text.vocabulary import read_vocabulary
 
@@ -28,7 +28,7 @@ def command(
     model: str, ctx: int, max_sequences: int, device: str, kv_type: str, as_json: bool, debug: bool
 ) -> int:
     """Print the residency plan of MODEL: what goes where, in which order, and whether it fits."""
-    path = resolve_model(model)
+    path = model_path(model)
     directory, architecture = read_model(path)
     read_vocabulary(directory.metadata, path)
     kind, free_bytes = _target(device)

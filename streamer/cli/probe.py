@@ -23,13 +23,20 @@ def get(path: str, socket_path: str, timeout_s: float = 5.0) -> tuple[int, bytes
             connection.sendall(request)
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
     except OSError as error:
-        reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        raise Unreachable(f"{socket_path}: {reason}") from None
+        raise Unreachable(f"{socket_path}: {_reason(error)}") from None
     head, _, body = answer.partition(b"\r\n\r\n")
     fields = head.split(b" ", 2)
     if len(fields) < 2 or not fields[1].isdigit():
         raise Unreachable(f"{socket_path}: what answers there does not speak HTTP")
     return int(fields[1]), body
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+        return f"no daemon serves there ({error.strerror}); `ggufd serve MODEL` starts one"
+    return error.strerror or str(error)
 
 
 def get_residency(socket_path: str, timeout_s: float = 5.0) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from streamer.cli.client import RefusedError, post, post_events
 from streamer.cli.probe import one_line
 from streamer.config import client_socket_path
 
+PATIENCE_S = 3.0  # for somebody to listen, unless a time was given
+
 
 @click.command()
 @click.argument("text")
@@ -22,7 +24,9 @@ from streamer.config import client_socket_path
 @click.option("--temperature", type=float, metavar="X", help="0 takes the likeliest token")
 @click.option("--seed", type=int, metavar="N", help="the same seed gives the same answer")
 @click.option("--json", "as_json", is_flag=True, help="print the whole answer as JSON")
-@click.option("--timeout", type=float, metavar="S", help="longest wait for readiness [none]")
+@click.option(
+    "--timeout", type=float, metavar="S", help="longest wait for readiness [none, once a daemon answers]"
+)
 def command(
     text: str,
     socket_flag: str | None,
@@ -34,7 +38,8 @@ def command(
 ) -> int:
     """Send TEXT (- reads standard input) and stream the answer; waits for readiness."""
     path = client_socket_path(socket_flag)
-    residency = wait_ready(path, None if timeout is None else time.monotonic() + timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    residency = wait_ready(path, deadline, patience_s=PATIENCE_S if timeout is None else None)
     if residency["status"] != "ready":
         raise RefusedError(f"the daemon is not ready: {one_line(residency)}")
     text = sys.stdin.read() if text == "-" else text

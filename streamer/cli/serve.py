@@ -6,7 +6,6 @@ import click
 
 from streamer.config import OPTIONS, Option, load_config
 from streamer.errors import ConfigError
-from streamer.pull import pulled_path
 
 
 def _parameter(option: Option) -> click.Option:
@@ -54,9 +53,3 @@ command = click.Command(
         "flag beats environment beats file."
     ),
 )
-
-
-def resolve_model(name: str) -> str:
-    """A path, or where a pulled name lies."""
-    found = pulled_path(name)
-    return str(found) if found is not None else name

@@ -5,9 +5,9 @@ import sys
 
 import click
 
-from streamer.cli.serve import resolve_model
 from streamer.errors import GgufdError
 from streamer.gguf.reader import read_directory
+from streamer.pull import model_path
 from streamer.text.tokenizer import build_tokenizer
 
 
@@ -28,7 +28,7 @@ class BadInputError(GgufdError):
 @click.option("--add-special", is_flag=True, help="put the beginning and end tokens that the model wants")
 def command(model: str, detokenize: bool, special: bool, add_special: bool) -> int:
     """Text on standard input becomes a JSON list of token ids on standard output."""
-    path = resolve_model(model)
+    path = model_path(model)
     tokenizer = build_tokenizer(read_directory(path).metadata, path=path)
     data = sys.stdin.buffer.read()
     if detokenize:

@@ -1,6 +1,7 @@
 """The command line from outside: exit codes, one-line refusals, what goes to which stream."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,11 @@ def test_help_lists_the_commands_and_not_the_hidden_one():
     for name in (b"serve", b"prompt", b"status", b"inspect", b"pull", b"tokenize", b"bench"):
         assert name in answer.stdout
     assert b"demo" not in answer.stdout
+    kinds = ggufd("bench", "--help")
+    assert kinds.returncode == 0
+    for kind in (b"load", b"decode", b"serve"):
+        assert kind in kinds.stdout
+        assert ggufd("bench", kind.decode(), "--help").stdout.startswith(b"usage: ggufd bench " + kind)
 
 
 @pytest.mark.parametrize("arguments", [["serve"], ["nonsense"], ["status", "--what"], ["inspect"]])
@@ -44,11 +50,25 @@ def test_status_imports_neither_numpy_nor_a_server():
 def test_status_of_nobody_is_no():
     answer = ggufd("status", "--socket", "/nowhere/s")
     assert answer.returncode == 1
-    assert answer.stderr == b"ggufd: /nowhere/s: No such file or directory\n"
+    assert answer.stderr.startswith(b"ggufd: /nowhere/s: no daemon serves there (No such file or directory)")
     assert ggufd("status", "--live", "--socket", "/nowhere/s").returncode == 1
     began = time.monotonic()
     assert ggufd("status", "--wait", "--timeout", "0.5", "--socket", "/nowhere/s").returncode == 1
     assert time.monotonic() - began > 0.5
+
+
+def test_a_prompt_for_nobody_does_not_wait_for_ever():
+    answer = ggufd("prompt", "Hello", "--socket", "/nowhere/s")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith(b"ggufd: /nowhere/s: no daemon serves there")
+
+
+def test_a_known_model_that_was_not_pulled_says_how(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CACHE_DIRECTORY": ""}
+    for arguments in (["serve", "smollm2-135m", "--socket", tmp_path / "s"], ["inspect", "gemma-3-270m"]):
+        answer = ggufd(*arguments, environment=environment)
+        assert answer.returncode == 65
+        assert f"`ggufd pull {arguments[1]}` fetches it".encode() in answer.stderr
 
 
 def test_inspect_shows_the_plan_and_gives_it_as_data():
