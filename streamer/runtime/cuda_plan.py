@@ -1,5 +1,6 @@
 """What a CUDA executor will need, before there is a device: a dry run of the model. Pure."""
 
+from streamer.errors import GGUFError
 from streamer.gguf.directory import Directory
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cuda_build import Survey, survey
@@ -18,11 +19,22 @@ def cuda_workspace(
     directory: Directory, architecture: Architecture, max_rows: int, max_sequences: int
 ) -> int:
     """Device bytes of executor and scratch, found by a dry run with the longest page tables there can be."""
+    refuse_split_biases(directory, architecture)
     pages = -(-architecture.n_ctx_train // architecture.cache_layout().page_size)
     limits = Limits(max_rows, max_sequences, pages)
     return survey_model(
         architecture, limits, "bf16", n_slots=max_sequences, multiprocessors=MULTIPROCESSORS
     ).nbytes
+
+
+def refuse_split_biases(directory: Directory, architecture: Architecture) -> None:
+    """GGUFError for a fused q, k, v weight with separate biases: the kernels take one bias a matrix."""
+    names = {spec.name for spec in architecture.specs()}
+    for name in sorted(names):
+        prefix, fused, _ = name.partition("attn_qkv.weight")
+        if fused and f"{prefix}attn_q.bias" in names:
+            reason = f"a separate bias beside the fused {name} is not supported on CUDA; --device host is"
+            raise GGUFError(directory.path, f"{prefix}attn_q.bias", reason)
 
 
 def survey_model(

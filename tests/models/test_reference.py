@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from streamer.errors import GGUFError
+from streamer.runtime.planning import RuntimeOptions, plan_model, read_model
+
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "gemma3", "qwen3moe", "qwen35", "qwen35moe"]
 IDS = [5, 17, 3, 90, 41, 8, 8, 63, 22, 1, 77, 50, 12]
 
@@ -27,6 +30,17 @@ def test_fused_qkv_equals_reference(architecture, small_model, same):
         parts = [model.tensors.pop(f"blk.{layer}.attn_{p}.weight") for p in "qkv"]
         model.tensors[f"blk.{layer}.attn_qkv.weight"] = np.concatenate(parts)
     same(model, IDS)
+
+
+def test_separate_biases_of_a_fused_weight_are_refused_on_cuda(small_model, tmp_path):
+    """Its kernels take one bias a matrix: refused by name rather than left out."""
+    model = small_model("qwen2")
+    parts = [model.tensors.pop(f"blk.1.attn_{p}.weight") for p in "qkv"]
+    model.tensors["blk.1.attn_qkv.weight"] = np.concatenate(parts)
+    directory, architecture = read_model(str(model.write(tmp_path / "m.gguf")))
+    plan_model(directory, architecture, RuntimeOptions(), kind="host", free_bytes=None)
+    with pytest.raises(GGUFError, match=r"blk\.1\.attn_q\.bias: a separate bias"):
+        plan_model(directory, architecture, RuntimeOptions(), kind="cuda", free_bytes=None)
 
 
 def test_fused_bias_equals_reference(small_model, same):
