@@ -19,6 +19,7 @@ from streamer.server.logs import REQUEST_ID
 from streamer.server.pieces import Piece, make_entry
 from streamer.server.sequences import Prepared
 from streamer.server.state import Backend, ServerState
+from streamer.server.textwork import ChatPrompt
 
 _NO_SAMPLING = SamplingParameters(temperature=0.0)
 
@@ -89,25 +90,25 @@ async def prepare_chat(state: ServerState, backend: Backend, call: ChatCall) -> 
     check_context(backend, len(ids))
     prepared, parsers = [], []
     for i in range(generation.n):
-        constraint = await _chat_constraint(backend, call)
+        constraint = await _chat_constraint(backend, call, prompt)
         request = _request(state, backend, generation, ids, i, constraint)
         wants_scores = generation.sampling.n_logprobs is not None
         text = backend.text.token_text(generation.stop, with_logprobs=wants_scores, chat=True)
         prepared.append(Prepared(request, text))
-        parsers.append(backend.text.parser(call, prompt, constrained=constraint is not None))
+        parsers.append(backend.text.parser(call, prompt))
     return ChatRun(backend.engine, prepared, parsers)
 
 
-async def _chat_constraint(backend: Backend, call: ChatCall) -> Constraint | None:
+async def _chat_constraint(backend: Backend, call: ChatCall, prompt: ChatPrompt) -> Constraint | None:
     """A demanded tool call constrains more than a response format; both at once contradict each other."""
     if call.tool_choice not in ("none", "auto"):
         if call.generation.format is not None:
             refuse(
                 "response_format cannot be combined with a tool_choice that demands a call", "response_format"
             )
-        return await backend.text.call_constraint(call)
+        return await backend.text.call_constraint(call, prompt)
     wanted = call.generation.format
-    return None if wanted is None else await backend.text.constraint(wanted)
+    return None if wanted is None else await backend.text.constraint(wanted, prompt)
 
 
 async def prepare_embeddings(state: ServerState, backend: Backend, call: EmbeddingCall) -> list[Prepared]:

@@ -20,7 +20,7 @@ from streamer.text import grammars
 from streamer.text.chat_template import ChatTemplates, RenderedChat
 from streamer.text.constraint import ConstraintFactory
 from streamer.text.detokenizer import Detokenizer, StopMatcher
-from streamer.text.reasoning import ReasoningSplitter, opens_thinking, thinks
+from streamer.text.reasoning import CLOSE, ReasoningSplitter, closes_thinking, opens_thinking, thinks
 from streamer.text.tokenizer import Tokenizer, build_tokenizer
 from streamer.text.tools import SHOWN_TOKENS, ToolCallParser, choose_form, instructions, knows_tools
 from streamer.text.vocabulary import read_vocabulary
@@ -32,10 +32,11 @@ LARGE_CHAT_CHARACTERS = 1 << 15  # from here on even the preparation of a render
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered conversation. `opened`: the template ended inside a thought."""
+    """A rendered conversation. `opened`: the template ended inside a thought; `closed`: right behind one."""
 
     ids: list[int]
     opened: bool
+    closed: bool
 
 
 class TextWork:
@@ -55,6 +56,7 @@ class TextWork:
         self._knows_tools = any(knows_tools(source) for source in templates.sources.values())
         by_text = tokenizer.ids_by_text
         self._shown = frozenset(by_text[text] for text in SHOWN_TOKENS if text in by_text)
+        self._tags_are_control = CLOSE in by_text and tokenizer.is_control(by_text[CLOSE])
         self._longest_token = max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
 
@@ -96,7 +98,7 @@ class TextWork:
         self.check_size(_n_characters(call.messages), n_ctx)
         rendered = await self.render(call)
         ids = await self.run(self.templates.encode, rendered)
-        return ChatPrompt(ids, opens_thinking(rendered.text))
+        return ChatPrompt(ids, opens_thinking(rendered.text), closes_thinking(rendered.text))
 
     # ---- answers -------------------------------------------------------------------------------------------
 
@@ -105,17 +107,32 @@ class TextWork:
         detokenizer = Detokenizer(self.tokenizer, shown=self._shown if chat else ())
         return TokenText(detokenizer, self.tokenizer, StopMatcher(stops), with_logprobs)
 
-    def parser(self, call: ChatCall, prompt: ChatPrompt, *, constrained: bool) -> OutputParser:
-        """A constrained answer has no thoughts: its grammar begins at once."""
-        splitter = ReasoningSplitter(opened=prompt.opened) if self._thinks and not constrained else None
+    def parser(self, call: ChatCall, prompt: ChatPrompt) -> OutputParser:
+        """A client's own grammar is of the whole answer: no thought that the prompt has opened goes on."""
+        wanted = call.generation.format
+        opened = prompt.opened and (wanted is None or wanted.grammar is None)
+        splitter = ReasoningSplitter(opened=opened) if self._thinks else None
         wants_calls = bool(call.tools) and call.tool_choice != "none"
         return ChatParser(splitter, ToolCallParser(self._form, call.tools) if wants_calls else None)
 
-    async def constraint(self, wanted: OutputFormat) -> Constraint:
+    async def constraint(self, wanted: OutputFormat, prompt: ChatPrompt | None = None) -> Constraint:
         """One for one sequence. ClientError 400 when the schema or grammar cannot be used."""
-        return await self.run(lambda: self._constraints.compile(_grammar(wanted)))
 
-    async def call_constraint(self, call: ChatCall) -> Constraint:
+        def compile_format() -> Constraint:
+            grammar = _grammar(wanted)
+            if prompt is not None and wanted.grammar is None:
+                grammar = self._after_thought(grammar, prompt)
+            return self._constraints.compile(grammar)
+
+        return await self.run(compile_format)
+
+    def _after_thought(self, grammar: str, prompt: ChatPrompt) -> str:
+        """What the model thinks first is free, as without a constraint."""
+        if not self._thinks or prompt.closed:
+            return grammar
+        return grammars.after_thought(grammar, opened=prompt.opened, tags_are_control=self._tags_are_control)
+
+    async def call_constraint(self, call: ChatCall, prompt: ChatPrompt) -> Constraint:
         """For a tool_choice that demands a call."""
         _, _, name = call.tool_choice.partition(":")
 
@@ -123,7 +140,7 @@ class TextWork:
             grammar = grammars.tool_calls(
                 self._form, call.tools, name=name or None, parallel=call.parallel_tool_calls
             )
-            return self._constraints.compile(grammar)
+            return self._constraints.compile(self._after_thought(grammar, prompt))
 
         return await self.run(compile_calls)
 

@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from streamer.errors import ClientError
+from streamer.text.reasoning import CLOSE, OPEN
 from streamer.text.tools import ToolForm
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -27,6 +28,7 @@ _FLAT_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     | {"title", "description", "$schema", "strict"}
 )
+_ENDED_THOUGHT = f'thought[suffix="{CLOSE}"]: /(?s:.*)/'
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
 
 
@@ -59,6 +61,19 @@ def gbnf(grammar: str) -> str:
     except Exception as error:
         raise _refused(f"the grammar cannot be used: {str(error)[:200]}") from error
     return str(LLMatcher.grammar_from_lark(text))
+
+
+def after_thought(grammar: str, *, opened: bool, tags_are_control: bool) -> str:
+    """`grammar` for what is said, free text for the thought before it: one that may come, or, when the prompt
+    has `opened` it, one that must end first. `tags_are_control`: the tags are control tokens, not text.
+    """
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    parts[0]["name"] = "answer"
+    opening = OPEN if tags_are_control else _literal(OPEN)
+    thought = f"thought: /(?s:.*)/ {CLOSE}" if tags_are_control else _ENDED_THOUGHT
+    start = "thought" if opened else f"({opening} thought)?"
+    rules = ("%llguidance {}", f"start: {start} blank @answer", thought, r'blank: "\n\n" | "\n" | ""')
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]})
 
 
 def tool_calls(

@@ -13,6 +13,11 @@ def opens_thinking(prompt: str) -> bool:
     return _OPENED.search(prompt[-64:]) is not None
 
 
+def closes_thinking(prompt: str) -> bool:
+    """Whether a prompt ends with a thought already closed: that is how templates say to answer at once."""
+    return prompt[-64:].rstrip().endswith(CLOSE)
+
+
 def thinks(template: str) -> bool:
     """Whether a chat template knows thoughts at all; the answers of other models are left as they are."""
     return CLOSE in template

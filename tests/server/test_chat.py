@@ -221,6 +221,35 @@ def test_thoughts_are_told_apart(roomy):
     roomy(body)
 
 
+def test_a_constrained_answer_may_be_thought_about_first(roomy):
+    """The thought is free and told apart; what is said is constrained."""
+
+    def allows(constraint, text):
+        for i in text:
+            if not constraint.mask()[i // 8] >> i % 8 & 1:
+                return False
+            constraint.accept(i)
+        return True
+
+    async def body(server):
+        server.engine.script = say(b'hm</think>\n\n{"a": 1}')
+        wanted = {"response_format": {"type": "json_object"}}
+        answer = await server.chat(**wanted, chat_template_kwargs={"think": True})
+        message = answer.json["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("hm", '{"a": 1}')
+        assert allows(server.engine.requests[-1].constraint, b'hm</think>\n\n{"a": 1}')
+        await server.chat(**wanted)
+        assert allows(server.engine.requests[-1].constraint, b'<think>hm</think>\n{"a": 1}')
+        await server.chat(**wanted)
+        assert not allows(server.engine.requests[-1].constraint, b"hm")
+        server.engine.script = say(b"yes")  # a grammar of the client's own is of the whole answer
+        answer = await server.chat(grammar='root ::= "yes"', chat_template_kwargs={"think": True})
+        assert answer.json["choices"][0]["message"]["content"] == "yes"
+        assert not allows(server.engine.requests[-1].constraint, b"hm")
+
+    roomy(body)
+
+
 @pytest.mark.parametrize(
     ("members", "param"),
     [

@@ -105,6 +105,32 @@ def test_grammar_allows_what_it_says(
     assert not accepts(factory, smollm2, grammar, bad)
 
 
+@pytest.mark.parametrize("said", [grammars.json_schema(OBJECT), grammars.tool_calls(GENERIC, [NOW])])
+@pytest.mark.parametrize("control", [False, True])
+def test_a_thought_before_a_constrained_answer_is_free(
+    factory: ConstraintFactory, smollm2: Tokenizer, said: str, control: bool
+) -> None:
+    """SmolLM2 has no tags of thoughts; control tokens of its stand for them as control tokens."""
+    answer = '{"a": 5}' if "integer" in said else '{"name": "now", "arguments": {}}'
+    opening, close = ("<repo_name>", "<file_sep>") if control else ("<think>", "</think>")
+
+    def ok(text: str, *, opened: bool) -> bool:
+        grammar = grammars.after_thought(said, opened=opened, tags_are_control=control)
+        constraint = factory.compile(grammar.replace("</think>", close).replace("<think>", opening))
+        for i in smollm2.encode(text, add_special=False, parse_special=control):
+            if i not in allowed(constraint):
+                return False
+            constraint.accept(i)
+        return bool(smollm2.end_ids & allowed(constraint))
+
+    assert ok(f"hm < <b>\n{close}\n\n{answer}", opened=True)
+    assert not ok(answer, opened=True)  # the thought must end first
+    assert not ok(f"hm{close}no", opened=True)
+    assert ok(f"{opening}\nhm\n{close}\n\n{answer}", opened=False)
+    assert ok(answer, opened=False)
+    assert not ok(f"{opening}{answer}", opened=False)
+
+
 REFUSED_SCHEMAS: list[Any] = [
     {"type": "objekt"},
     {"type": "object", "not": {"type": "string"}},
