@@ -124,19 +124,23 @@ async def prepare_embeddings(state: ServerState, backend: Backend, call: Embeddi
     return prepared
 
 
-async def encode_prompt(backend: Backend, prompt: str | Sequence[int]) -> list[int]:
+async def encode_prompt(backend: Backend, prompt: str | Sequence[int | str]) -> list[int]:
     """A raw prompt is the client's own framing.
 
     Names of control tokens in it are those tokens, as in llama-server.
     """
-    if isinstance(prompt, str):
-        backend.text.check_size(len(prompt), backend.card.n_ctx)
-        ids = await backend.text.encode(prompt, add_special=True, parse_special=True)
-    else:
-        ids = list(prompt)
-        n_vocab = backend.text.tokenizer.n_tokens
-        if any(i >= n_vocab for i in ids):
+    parts = [prompt] if isinstance(prompt, str) else prompt
+    texts = [part for part in parts if isinstance(part, str)]
+    backend.text.check_size(sum(map(len, texts)), backend.card.n_ctx)
+    n_vocab = backend.text.tokenizer.n_tokens
+    ids: list[int] = []
+    for i, part in enumerate(parts):
+        if isinstance(part, str):
+            ids += await backend.text.encode(part, add_special=i == 0, parse_special=True)
+        elif part >= n_vocab:
             refuse(f"prompt: token ids must be below {n_vocab}", "prompt")
+        else:
+            ids.append(part)
     if not ids:
         refuse("the prompt has no tokens", "prompt")
     return ids

@@ -1,6 +1,7 @@
 """llama-server's own routes."""
 
 import contextlib
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from aiohttp import web
@@ -9,18 +10,21 @@ from streamer.server.answers import event_stream, json_response, note_finishes, 
 from streamer.server.api.calls import ChatCall
 from streamer.server.api.chat import read_chat
 from streamer.server.api.llamacpp import (
+    NativeAnswer,
+    NativeCall,
     native_object,
+    native_piece,
     piece_object,
     read_detokenize,
     read_native_completion,
     read_tokenize,
 )
-from streamer.server.api.results import Entry, details_object
+from streamer.server.api.results import details_object
 from streamer.server.generation import admitted, check_backpressure, prepare_completion
 from streamer.server.middleware import STATE
 from streamer.server.sequences import End, Prepared, Text, run_sequences
 from streamer.server.sse import data_frame
-from streamer.server.state import Backend
+from streamer.server.state import Backend, ServerState
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -45,47 +49,49 @@ async def apply_template(request: web.Request) -> web.StreamResponse:
 
 
 async def completion(request: web.Request) -> web.StreamResponse:
-    """llama-server's native completion: one prompt, its own names."""
+    """llama-server's native completion, with its own names; several prompts give a list of answers."""
     state = request.app[STATE]
     async with admitted(state) as backend:
         call = read_native_completion(await read_json(request))
-        check_backpressure(state, backend, 1)
-        prepared = await prepare_completion(state, backend, call)
-        if not call.generation.stream:
-            answer, end = await _collect(backend, prepared)
-            note_finishes(state, [end.event])
-            return json_response(answer)
-        return await _stream(request, backend, prepared)
+        check_backpressure(state, backend, len(call.completion.prompts))
+        prepared = await prepare_completion(state, backend, call.completion)
+        if call.completion.generation.stream:
+            return await _stream(request, backend, call, prepared)
+        objects: list[dict[str, Any]] = [{} for _ in prepared]
+        async with contextlib.aclosing(_objects(state, backend, call, prepared)) as running:
+            async for _, final in running:
+                if final is not None:
+                    objects[final["index"]] = final
+        return json_response(objects[0] if len(objects) == 1 else objects)
 
 
-async def _collect(backend: Backend, prepared: list[Prepared]) -> tuple[dict[str, Any], End]:
-    texts: list[str] = []
-    entries: list[Entry] = []
-    end: End | None = None
+async def _objects(
+    state: ServerState, backend: Backend, call: NativeCall, prepared: list[Prepared]
+) -> AsyncGenerator[tuple[Text | None, dict[str, Any] | None], None]:
+    """What is said as it comes, and each prompt's last object."""
+    answers = [NativeAnswer() for _ in prepared]
     async with contextlib.aclosing(run_sequences(backend.engine, prepared)) as items:
         async for item in items:
             if isinstance(item, Text):
-                texts.append(item.piece.text)
-                entries.extend(item.piece.entries)
+                answers[item.index].text += item.piece.text
+                answers[item.index].entries.extend(item.piece.entries)
+                yield item, None
             elif isinstance(item, End):
-                end = item
-    assert end is not None
-    wanted = entries if prepared[0].request.sampling.n_logprobs is not None else None
-    return _last("".join(texts), wanted, end, backend), end
+                note_finishes(state, [item.event])
+                card = backend.card
+                final = native_object(call, answers[item.index], item, card.id, card.n_ctx)
+                yield None, {**final, "ggufd": details_object([(item.event, item.finish)])}
 
 
-def _last(text: str, entries: list[Entry] | None, end: End, backend: Backend) -> dict[str, Any]:
-    answer = native_object(text, entries, end.event, end.finish, end.stop, backend.card.id)
-    return {**answer, "ggufd": details_object([(end.event, end.finish)])}
-
-
-async def _stream(request: web.Request, backend: Backend, prepared: list[Prepared]) -> web.StreamResponse:
-    running = contextlib.aclosing(run_sequences(backend.engine, prepared))
-    async with event_stream(request) as stream, running as items:
-        async for item in items:
-            if isinstance(item, Text):
-                await stream.send(data_frame({"index": 0, "content": item.piece.text, "stop": False}))
-            elif isinstance(item, End):
-                note_finishes(request.app[STATE], [item.event])
-                await stream.send(data_frame(_last("", None, item, backend)))
+async def _stream(
+    request: web.Request, backend: Backend, call: NativeCall, prepared: list[Prepared]
+) -> web.StreamResponse:
+    running = contextlib.aclosing(_objects(request.app[STATE], backend, call, prepared))
+    async with event_stream(request) as stream, running as objects:
+        async for said, final in objects:
+            if said is not None:
+                piece = said.piece
+                await stream.send(data_frame(native_piece(call, said.index, piece.text, piece.entries)))
+            if final is not None:
+                await stream.send(data_frame(final))
     return await stream.close()

@@ -274,6 +274,9 @@ def test_a_constrained_answer_may_be_thought_about_first(roomy):
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"functions": []}, "functions"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+        ({"response_format": {"type": "sound"}}, "response_format.type"),
         ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "response_format"),
     ],
 )

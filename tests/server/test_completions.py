@@ -246,7 +246,7 @@ def test_an_emoji_a_byte_a_token_is_never_split(run):
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, None]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [999]}, "prompt"),
         ({"prompt": [True]}, "prompt"),

@@ -257,8 +257,31 @@ def test_native_completion(run):
         assert answer.json["stop_type"] == "limit"
         assert answer.json["tokens_predicted"] == 3
         assert len(answer.json["completion_probabilities"]) == 3
-        streamed = await server.post("/completion", {"prompt": "Hi", "stream": True, "stop": "l"})
+        streamed = await server.post(
+            "/completion", {"prompt": "Hi", "stream": True, "stop": "l", "n_probs": 1}
+        )
         assert "".join(e["content"] for e in streamed.events) == "he"
+        assert sum(len(e["completion_probabilities"]) for e in streamed.events) == 2
         assert streamed.events[-1]["stopping_word"] == "l"
+        assert not answer.json["truncated"]
+        assert answer.json["generation_settings"]["n_predict"] == 3
+        refused = await server.post("/completion", {"prompt": "Hi", "post_sampling_probs": True})
+        assert refused.status == 400
+
+    run(body)
+
+
+def test_native_completion_of_several_and_mixed_prompts(run):
+    async def body(server):
+        several = {"prompt": ["a", [72, 105], [72, "i"]], "n_predict": 2, "return_tokens": True}
+        answers = (await server.post("/completion", several)).json
+        assert [x["index"] for x in answers] == [0, 1, 2]
+        assert all(x["tokens"] == [*b"he"] for x in answers)
+        assert [list(r.prompt_ids) for r in server.engine.requests] == [[97], [72, 105], [72, 105]]
+        mixed = await server.post("/completion", {"prompt": ["H", 105, "j"], "n_predict": 1})
+        assert mixed.json["content"] == "h"
+        assert list(server.engine.requests[-1].prompt_ids) == [*b"Hij"]
+        full = await server.post("/completion", {"prompt": [1] * 62, "n_predict": 9})
+        assert full.json["truncated"]
 
     run(body)

@@ -152,13 +152,18 @@ def stop_strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """{"id": bias}; ids are checked against the vocabulary later, by whoever knows its size."""
+    """{"id": bias} or llama-server's [[id, bias]]; ids are checked later, by whoever knows the vocabulary."""
     pairs = []
     check_bias = number(-100, 100)
-    for key, bias in mapping(name, value).items():
-        if not key.isascii() or not key.isdigit() or len(key) > 9:
-            refuse(f"{name}: {key[:20]!r} is not a token id", name)
-        pairs.append((int(key), check_bias(name, bias)))
+    for key, bias in value if _is_pairs(value) else mapping(name, value).items():
+        text = str(key)
+        if isinstance(key, bool) or not text.isascii() or not text.isdigit() or len(text) > 9:
+            refuse(f"{name}: {text[:20]!r} is not a token id", name)
+        pairs.append((int(text), check_bias(name, bias)))
     if len(pairs) > 1024:
         refuse(f"{name} may have at most 1024 entries", name)
     return tuple(sorted(pairs))
+
+
+def _is_pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(x, list) and len(x) == 2 for x in value)

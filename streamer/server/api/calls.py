@@ -49,17 +49,17 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """Raw prompts to continue: each a text or token ids."""
+    """Raw prompts to continue: each a text, or token ids with texts between them."""
 
     generation: Generation
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[str | tuple[int | str, ...], ...]
     echo: bool = False
     model: str = ""
 
 
 @dataclass(frozen=True)
 class EmbeddingCall:
-    inputs: tuple[str | tuple[int, ...], ...]
+    inputs: tuple[str | tuple[int | str, ...], ...]
     pooling: str = "mean"
     base64: bool = False
     dimensions: int | None = None

@@ -1,20 +1,22 @@
-"""Prompts that are no conversation: a text, token ids, or a list of either."""
+"""Prompts that are no conversation: a text, token ids (with texts between them), or a list of such."""
 
 from typing import Any
 
 from streamer.server.api.body import refuse
 
 MAX_PROMPTS = 128
-Prompt = str | tuple[int, ...]
+Prompt = str | tuple[int | str, ...]
 
 
 def read_prompts(name: str, value: Any) -> tuple[Prompt, ...]:
-    """ "text" | [ids] | ["text", ...] | [[ids], ...]. Empty lists and other mixtures are refused."""
+    """ "text" | [ids] | ["text", ...] | [[ids], ...]; a list of ids may have texts between them, as
+    llama-server takes it. Empty lists are refused.
+    """
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
         refuse(f"{name} must be a string, a list of token ids, or a list of those", name)
-    if _is_id(value[0]):
+    if any(map(_is_id, value)):
         return (_ids(name, value),)
     if len(value) > MAX_PROMPTS:
         refuse(f"{name} may have at most {MAX_PROMPTS} entries", name)
@@ -33,7 +35,7 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _ids(name: str, items: list[Any]) -> tuple[int, ...]:
-    if not all(_is_id(x) and 0 <= x < 1 << 31 for x in items):
-        refuse(f"{name} must hold token ids only", name)
+def _ids(name: str, items: list[Any]) -> tuple[int | str, ...]:
+    if not all(isinstance(x, str) or (_is_id(x) and 0 <= x < 1 << 31) for x in items):
+        refuse(f"{name} must hold token ids, and texts between them", name)
     return tuple(items)

@@ -126,8 +126,8 @@ def _response_format(asked: dict[str, Any] | None) -> OutputFormat | None:
         return None
     holder = asked.get("json_schema")
     schema = holder.get("schema") if isinstance(holder, dict) else asked.get("schema")
-    if kind == "json_schema":
-        if not isinstance(schema, dict):
-            refuse("response_format.json_schema.schema must be an object", "response_format")
-        return OutputFormat(json_schema=schema)
-    return OutputFormat(json_schema=schema) if isinstance(schema, dict) else OutputFormat(json_object=True)
+    if kind == "json_object" and schema is None:
+        return OutputFormat(json_object=True)
+    if not isinstance(schema, dict):
+        refuse(f"response_format: the schema of {kind} must be an object", "response_format")
+    return OutputFormat(json_schema=schema)
