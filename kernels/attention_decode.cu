@@ -6,7 +6,7 @@
 // Key p is seen from position t when p <= t and, with a sliding window w > 0, t - p < w.
 
 //
-// Grid (n_kv_heads * parts, n_splits, n_rows), 128 threads. LANES lanes share a token, 8 elements a lane (one 16-byte
+// Grid (n_kv_heads * parts, n_splits, n_rows), 256 threads. LANES lanes share a token, 8 elements a lane (one 16-byte
 // load); a block serves G query heads of its kv head (all of them with parts == 1), so a key is read once for G heads.
 // The last split to arrive combines: partial (row, kv part, split, G, head_dim + 2) f32, counters (row, kv part)
 // start and end at zero.
@@ -18,8 +18,8 @@
 // instance: attention_decode<__nv_bfloat16, 16, 4>
 // instance: attention_decode<__nv_bfloat16, 32, 6>
 
-constexpr int DECODE_WARPS = 4;
-constexpr int MIN_TOKENS_A_SPLIT = 64;
+constexpr int DECODE_WARPS = 8;
+constexpr int MIN_TOKENS_A_SPLIT = 128;  // a split's combining costs as much as some tokens more
 
 struct Running {
     float max, sum;
@@ -38,13 +38,12 @@ __device__ __forceinline__ void merge(Running (&state)[G], float (&acc)[G][8], c
 }
 
 template <typename T, int LANES, int G>
-__global__ void __launch_bounds__(32 * DECODE_WARPS, 2) attention_decode(
+__global__ void __launch_bounds__(32 * DECODE_WARPS, 1) attention_decode(
     const float *__restrict__ q, float *__restrict__ out, const float *__restrict__ gate, const T *__restrict__ keys,
     const T *__restrict__ values, const int *__restrict__ page_table, const int *__restrict__ rows,
     const int *__restrict__ row_span, const int *__restrict__ positions, float *__restrict__ partial,
     unsigned *__restrict__ counters, int parts, int head_dim, int page_size, int max_pages, float scale, float softcap,
     int sliding_window) {
-    pdl_wait();
     pdl_launch();
     constexpr int GROUPS = 32 / LANES;           // tokens a warp looks at together
     constexpr int STEP = GROUPS * DECODE_WARPS;  // tokens a block looks at together
@@ -52,27 +51,41 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, 2) attention_decode(
     const int kv_head = blockIdx.x / parts, split = blockIdx.y, n_splits = gridDim.y;
     const int n_heads = gridDim.x * G, n_kv_heads = gridDim.x / parts, first_head = blockIdx.x * G;
     const int row = rows[blockIdx.z];
-    if (row < 0) return;  // padding of a graph's bucket
+    if (row < 0) {  // padding of a graph's bucket
+        pdl_wait();
+        return;
+    }
     const int position = positions[row];
     const int first = sliding_window > 0 ? max(0, position - sliding_window + 1) : 0;
     const int total = position + 1 - first;
     const int share = max(MIN_TOKENS_A_SPLIT, (total + n_splits - 1) / n_splits);
     const int active = (total + share - 1) / share;
-    if (split >= active) return;
+    if (split >= active) {
+        pdl_wait();
+        return;
+    }
     const int begin = first + split * share, end = min(position + 1, begin + share);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / LANES, sub = lane % LANES;
     const bool live = sub * 8 < head_dim;
     const int *pages = page_table + (size_t)row_span[row] * max_pages;
 
+    // the tables were there before the step began; what earlier kernels of the step wrote comes after this
+    pdl_wait();
     float query[G][8];
     // scores live in base 2 unless a softcap needs them plain
     const float query_scale = softcap > 0.f ? scale : scale * LOG2E;
 #pragma unroll
-    for (int g = 0; g < G; g++)
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            query[g][i] = live ? q[((size_t)row * n_heads + first_head + g) * head_dim + sub * 8 + i] * query_scale : 0.f;
+    for (int g = 0; g < G; g++) {
+        float4 a = make_float4(0.f, 0.f, 0.f, 0.f), b = a;
+        if (live) {
+            const float4 *from = reinterpret_cast<const float4 *>(q + ((size_t)row * n_heads + first_head + g) * head_dim + sub * 8);
+            a = from[0], b = from[1];
+        }
+        query[g][0] = a.x * query_scale, query[g][1] = a.y * query_scale, query[g][2] = a.z * query_scale;
+        query[g][3] = a.w * query_scale, query[g][4] = b.x * query_scale, query[g][5] = b.y * query_scale;
+        query[g][6] = b.z * query_scale, query[g][7] = b.w * query_scale;
+    }
 
     Running state[G];
     float acc[G][8];

@@ -13,6 +13,7 @@ T = {"bf16": "__nv_bfloat16", "f16": "__half"}
 MAX_GROUP = 8  # query heads a decode block serves; more are split into parts
 MAX_SPLITS = 32
 WARPS = 4
+DECODE_WARPS = 8
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
@@ -157,7 +158,7 @@ class CudaAttention:
         if step.n_decode:
             splits = shape.splits(step.n_decode, self._multiprocessors)
             self._decode_kernel(shape)(
-                (kv.n_kv_heads * shape.parts, splits, step.n_decode), 32 * WARPS,
+                (kv.n_kv_heads * shape.parts, splits, step.n_decode), 32 * DECODE_WARPS,
                 q.address, out.address, gate_address, keys, values, table, step.table("decode_rows"),
                 step.table("row_span"), step.table("positions"), self._partial, self._counters, shape.parts,
                 kv.key_length, page_size, max_pages, scale, softcap, sliding_window,
@@ -177,7 +178,7 @@ class CudaAttention:
                 "attention_decode.cu",
                 shape.decode_name(self._cache.element_type),
                 [_P] * 11 + [_I] * 4 + [_F] * 2 + [_I],
-                shared=4 * WARPS * shape.group * (shape.head_dim + 2),
+                shared=4 * DECODE_WARPS * shape.group * (shape.head_dim + 2),
             )
         return self._decode[shape]
 

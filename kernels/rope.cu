@@ -20,12 +20,15 @@ __global__ void __launch_bounds__(32 * WARPS) rope_cache_write(
     const float *__restrict__ inverse_frequency, const int *__restrict__ page_table, const int *__restrict__ row_span,
     const int *__restrict__ positions, int q_stride, int k_stride, int v_stride, int n_heads, int n_kv_heads,
     int head_dim, int n_rot, int neox, float attention_factor, float q_epsilon, float k_epsilon, int page_size, int max_pages) {
-    pdl_wait();
     pdl_launch();
     __shared__ float staged[WARPS][MAX_HEAD_DIM];
+    __shared__ float2 turns[WARPS][MAX_HEAD_DIM / 2];
     const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int head = blockIdx.y * WARPS + warp;
-    if (head >= n_heads + 2 * n_kv_heads) return;
+    if (head >= n_heads + 2 * n_kv_heads) {
+        pdl_wait();
+        return;
+    }
     const bool is_q = head < n_heads, is_k = !is_q && head < n_heads + n_kv_heads;
     const int h = is_q ? head : is_k ? head - n_heads : head - n_heads - n_kv_heads;
     const bool gated = gate_out != nullptr;
@@ -33,8 +36,19 @@ __global__ void __launch_bounds__(32 * WARPS) rope_cache_write(
                        : is_k ? k + (size_t)row * k_stride + h * head_dim
                               : v + (size_t)row * v_stride + h * head_dim;
     const int span = row_span[row], position = positions[row];
-    if (span < 0) return;  // padding of a graph's bucket
+    if (span < 0) {  // padding of a graph's bucket
+        pdl_wait();
+        return;
+    }
     float *mine = staged[warp];
+    const int half = n_rot / 2;
+    if (is_q || is_k)  // angles need the tables only, so they are ready before the projections are
+        for (int i = lane; i < half; i += 32) {
+            float sine, cosine;
+            sincosf(position * inverse_frequency[i], &sine, &cosine);
+            turns[warp][i] = make_float2(cosine * attention_factor, sine * attention_factor);
+        }
+    pdl_wait();
 
     const float *norm = is_q ? q_norm : is_k ? k_norm : nullptr;
     float squares = 0.f;
@@ -51,11 +65,8 @@ __global__ void __launch_bounds__(32 * WARPS) rope_cache_write(
     __syncwarp();
 
     if (is_q || is_k) {
-        const int half = n_rot / 2;
         for (int i = lane; i < half; i += 32) {
-            float sine, cosine;
-            sincosf(position * inverse_frequency[i], &sine, &cosine);
-            sine *= attention_factor, cosine *= attention_factor;
+            const float cosine = turns[warp][i].x, sine = turns[warp][i].y;
             const int a = neox ? i : 2 * i, b = neox ? i + half : 2 * i + 1;
             const float x = mine[a], y = mine[b];
             mine[a] = x * cosine - y * sine;

@@ -80,7 +80,7 @@ def test_decode_attention(
             "attention_decode.cu",
             f"attention_decode<__nv_bfloat16, {lanes}, {group // parts}>",
             (n_kv * parts, splits, n + 2),
-            128,
+            256,
             bench.put(q),
             out,
             bench.put(gate) if gated else None,
@@ -99,7 +99,7 @@ def test_decode_attention(
             hd**-0.5,
             softcap,
             window,
-            shared=4 * (group // parts) * (hd + 2) * 4,
+            shared=8 * (group // parts) * (hd + 2) * 4,
         )
     got = bench.get(out, (n + 2, n_heads, hd))
     assert (bench.get(counters, ((n + 2) * n_kv * parts,), np.uint32) == 0).all()
