@@ -106,7 +106,7 @@ def device_times(lab: Lab, context: int) -> None:
         n = kind.n_spans if kind.decode else 1
         executor.step(lab.batch(n, context), sampling(n)).result()
         executor._step_tables(kind, lab.batch(min(n, kind.n_spans), context), sampling(min(n, kind.n_spans)))
-        graph = executor._graphs[kind]
+        graph = executor._graphs.setdefault(kind, executor._captured(kind))
         seconds = lab.event_seconds(lambda g=graph: g.replay(stream=stream))
         print(
             f"graph of {kind.n_rows:4d} rows, {kind.n_spans:3d} spans, decode {kind.decode!s:5}: "

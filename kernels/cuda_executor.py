@@ -116,7 +116,7 @@ class CudaExecutor:
     # ---- before READY ----------------------------------------------------------------------------
 
     def warm(self) -> None:
-        """Host buffers, every graph captured and replayed once, one eager step."""
+        """Host buffers, the first graphs captured and replayed once, one eager step."""
         table_nbytes = max(layout.nbytes for layout in self._layouts.values())
         result_nbytes = max(layout.nbytes for layout in self._results.values())
         for _ in range(IN_FLIGHT):
@@ -124,7 +124,7 @@ class CudaExecutor:
             results = self._device.allocate_pinned(result_nbytes)
             views = {kind: layout.views(tables.view) for kind, layout in self._layouts.items()}
             self._turns.append(_Turn(tables, results, views))
-        for kind in self._limits.graphs:
+        for kind in self._limits.first_graphs:
             self._graphs[kind] = self._captured(kind)
         self._warm_steps()
 
@@ -163,6 +163,8 @@ class CudaExecutor:
             if batch.want_hidden:
                 return self._pending_hidden(turn, out, n_logits)
         else:
+            if kind not in self._graphs:
+                self._graphs[kind] = self._captured(kind)
             self._graphs[kind].replay(stream=self._stream.handle)
             self._replays += 1
             if packed.n_top and n_logits:

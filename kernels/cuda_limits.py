@@ -61,6 +61,12 @@ class Limits:
         return (*decode, *prefill)
 
     @property
+    def first_graphs(self) -> tuple[StepKind, ...]:
+        """What the first requests use. Larger batches come later and pay for their graph's capture once."""
+        few = min(FEW_SPANS, self.most_spans)
+        return tuple(k for k in self.graphs if k.n_spans <= few)
+
+    @property
     def eager(self) -> StepKind:
         """Everything else: launched one by one."""
         return StepKind(self.max_rows, self.max_sequences, self.max_rows, decode=False, eager=True)
