@@ -2,9 +2,9 @@
 
     python benchmarks/decode.py --models DIR --out DIR [KEY ...] [--repeats 3] [--commit REV]
 
-Keys: llama8b_q8_0, llama8b_q4_k, qwen35_27b, qwen3moe_30b (random weights, written with make_gguf.py if DIR lacks them),
-smollm2_q4_1 (the real file, which must be in DIR). Shares: bytes a token must read over the measured read rate;
-matrix operations over the measured bf16 rate.
+Keys: llama8b_q8_0, llama8b_q4_k, qwen35_27b, qwen3moe_30b (random weights, written with make_gguf.py if DIR
+lacks them), smollm2_q4_1 (the real file, which must be in DIR). Shares: bytes a token must read over the
+measured read rate; matrix operations over the measured bf16 rate.
 """
 
 import argparse

@@ -126,7 +126,8 @@ def device_times(lab: Lab, context: int) -> None:
             setattr(owner, method, original)
         seconds = lab.event_seconds(lambda g=graph: [g.replay(stream=stream) for _ in range(5)]) / 5
         print(
-            f"1 row, {name:22}: {1e3 * seconds:7.3f} ms, {graph.n_nodes} nodes, captured in {1e3 * captured:.1f} ms",
+            f"1 row, {name:22}: {1e3 * seconds:7.3f} ms, {graph.n_nodes} nodes, "
+            f"captured in {1e3 * captured:.1f} ms",
             flush=True,
         )
         graph.close()

@@ -11,8 +11,8 @@ from streamer.errors import DeviceError, DeviceNotFoundError
 def wake_driver(asked: str) -> threading.Thread | None:
     """Initialise the driver in a thread when `asked` ("auto", "cuda", "cuda:N") may need it; None when not.
 
-    The context is retained once more than the device does: it stays until the process ends, for which a daemon
-    needs it. Nothing is reported: whoever opens the device meets the same answer again, at once.
+    The context is retained once more than the device does: it stays until the process ends, for which a
+    daemon needs it. Nothing is reported: whoever opens the device meets the same answer again, at once.
     """
     if asked == "host":
         return None

@@ -32,8 +32,8 @@ def kl(reference: Sequence[tuple[int, float]], ids: np.ndarray, logprobs: np.nda
 def check_golden(
     golden: dict[str, Any], run: Callable[[Sequence[int]], Any], *, routed: bool = False
 ) -> float:
-    """`routed`: random experts' routers have near ties that rounding decides otherwise, and what follows such a
-    position differs too: a few positions may, and the middle prompt's divergence counts."""
+    """`routed`: random experts' routers have near ties that rounding decides otherwise, and what follows such
+    a position differs too: a few positions may, and the middle prompt's divergence counts."""
     divergences = []
     n_wrong = 0
     for prompt in golden["prompts"]:
