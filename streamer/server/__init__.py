@@ -1,5 +1,4 @@
-"""HTTP on a socket. `openai.py` and its siblings turn JSON into requests and back (pure); `app.py` is the
-routes.
+"""HTTP on a socket. `api/` turns JSON into calls and results into JSON (pure); `app.py` is the table of routes.
 
 Knows: engine, text, ledger snapshots. Must not know: devices, kernels, files.
 """
