@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--commit")
-    parser.add_argument("--keep", action="store_true", help="keep the files that were written")
+    parser.add_argument("--keep", nargs="*", default=(), help="keys whose files stay")
     options = parser.parse_args()
     read, operations, name = rooflines()
     metrics = {"read_roofline_gbps": read / 1e9, "bf16_tflops": operations / 1e12}
@@ -103,7 +103,7 @@ def main() -> int:
             print_table([rates])
         except Exception as error:  # noqa: BLE001 - one model's failure leaves the others' figures
             print(f"{key}: {type(error).__name__}: {error}", flush=True)
-        if key in MAKE and not options.keep:
+        if key in MAKE and key not in options.keep:
             path.unlink()
     for rates in all_rates:
         metrics |= {f"{rates.key}.{k}": v for k, v in rates.metrics.items()}
