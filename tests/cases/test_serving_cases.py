@@ -281,9 +281,13 @@ def test_case_50_the_device_fails_in_mid_decode(launch, tmp_path) -> None:
     now = tmp_path / "now"
     daemon = launch(model, change="fail_in_decode", env={"FAIL_WHEN": str(now)})
     with daemon.connect() as stream, daemon.connect() as whole:
-        now.touch()
         for client, body in ((stream, LONG_STREAM), (whole, LONG)):
             client.sendall(message("POST", "/v1/completions", body))
+        deadline = time.monotonic() + patient(10)
+        while daemon.metric('ggufd_sequences{state="decoding"}') < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        now.touch()
         text_of = [b"".join(iter(lambda c=c: c.recv(65536), b"")) for c in (stream, whole)]
     assert b'data: {"error":' in text_of[0]
     assert b"ILLEGAL" not in text_of[0] + text_of[1]  # internals stay in the log
