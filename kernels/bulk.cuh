@@ -33,7 +33,3 @@ __device__ __forceinline__ void bulk_copy(void *to, const void *from, unsigned n
     BULK_ASM("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
              ::"r"(shared_address(to)), "l"(from), "r"(nbytes), "r"(shared_address(barrier)) : "memory");
 }
-// Into the L2 cache only.
-__device__ __forceinline__ void bulk_prefetch(const void *from, unsigned nbytes) {
-    BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(nbytes) : "memory");
-}

@@ -116,7 +116,7 @@ class CudaExecutor:
     # ---- before READY ----------------------------------------------------------------------------
 
     def warm(self) -> None:
-        """Host buffers, the first graphs captured and replayed once, one eager step."""
+        """Host buffers, one eager step, the first graphs captured and replayed once."""
         table_nbytes = max(layout.nbytes for layout in self._layouts.values())
         result_nbytes = max(layout.nbytes for layout in self._results.values())
         for _ in range(IN_FLIGHT):
@@ -124,22 +124,26 @@ class CudaExecutor:
             results = self._device.allocate_pinned(result_nbytes)
             views = {kind: layout.views(tables.view) for kind, layout in self._layouts.items()}
             self._turns.append(_Turn(tables, results, views))
+        self._warm_eager()
         for kind in self._limits.first_graphs:
             self._graphs[kind] = self._captured(kind)
-        self._warm_steps()
+        self._warm_graphs()
 
     def _captured(self, kind: StepKind) -> Graph:
         shape = graph_shape(kind, self._layouts[kind], self._workspace.tables)
         return Graph(self._device, self._stream.raw, lambda: self._queue(shape, kind))
 
-    def _warm_steps(self) -> None:
+    def _warm_eager(self) -> None:
+        """A long step of padding rows. It opens cuBLASLt, which allocates: not while a graph is captured."""
+        rows = min(self._limits.max_rows, EAGER_WARM_ROWS)
+        self._step_tables(self._limits.eager, _padding_batch(), _padding_sampling())
+        self._queue(self._eager_shape_of(rows), self._limits.eager)
+
+    def _warm_graphs(self) -> None:
         """Replay every graph with padding rows only: first launches load code."""
         for kind, graph in self._graphs.items():
             self._step_tables(kind, _padding_batch(), _padding_sampling())
             graph.replay(stream=self._stream.handle)
-        rows = min(self._limits.max_rows, EAGER_WARM_ROWS)
-        self._step_tables(self._limits.eager, _padding_batch(), _padding_sampling())
-        self._queue(self._eager_shape_of(rows), self._limits.eager)  # opens cuBLASLt
         self._stream.sync()
 
     def _eager_shape_of(self, n_rows: int) -> StepShape:

@@ -22,7 +22,8 @@ class Graph:
         """`queue` launches on `stream` (the driver's handle) only; nothing runs now."""
         device.activate()
         self._driver, api = device.driver, device.driver.api
-        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        # a library's first use of a kernel may load its code meanwhile: relaxed lets this thread do so
+        mode = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._driver.call("cuStreamBeginCapture", stream, mode)
         try:
             queue()

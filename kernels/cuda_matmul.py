@@ -2,19 +2,19 @@
 
 | tokens | weights | activations | kernel |
 |---|---|---|---|
-| few (`gemv_tokens`) | as resident | f32, normed and quantized in the launch | gemv_ring.cu |
-| few, where that cannot be; F32 weights always | as resident | quantized; f32 for floats | gemv.cu |
+| few (`gemv_tokens`), types of `rings` | as resident | f32, or as gemv.cu | gemv_ring.cu |
+| few, else; F32 weights always | as resident | quantized; f32 for floats | gemv.cu |
 | to 16 | bf16 in registers | bf16 | mma_direct.cu |
-| to 128 | bf16 in registers | bf16 | mma_tiled.cu |
-| more | bf16 in scratch | bf16 | cuBLASLt |
+| to `tiled_tokens` | bf16 in registers | bf16 | mma_tiled.cu |
+| more | bf16 in scratch, or resident | bf16 | cuBLASLt |
 
 Nothing here allocates after construction, waits, or reads back. With an arena without capacity nothing is
 launched: a dry run that counts the temporaries.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -40,7 +40,7 @@ from streamer.kernels.matmul_launch import (
     ProductLauncher,
     product_modules,
 )
-from streamer.kernels.matmul_ring import LEAST_CAPABILITY, ring_fits, ring_tokens
+from streamer.kernels.matmul_ring import LEAST_CAPABILITY, RINGS, RingVariant, ring_variant
 from streamer.kernels.ops import Activation, Linear, Norm, Weight
 from streamer.plan.plan import Layout
 
@@ -65,10 +65,12 @@ class ResidentWeight:
 @dataclass(frozen=True)
 class MatmulOptions:
     gemv_tokens: int = 2  # up to so many tokens dp4a, then tensor cores
-    tiled_tokens: int = 128  # up to so many tokens weights are dequantized in registers, then into scratch
+    # mma_tiled reads weights once for every 64 tokens (H200, 8B Q8_0, 128 tokens: 18.4 ms against 13).
+    tiled_tokens: int = 64  # up to so many tokens weights go to registers, then through scratch to cuBLASLt
+    tiled_tokens_bf16: int = 16  # of weights that need no scratch
     activation_bytes: int = 2  # of quantized activations: 1 is a little faster, 2 more exact than bf16
-    ring: bool = True  # gemv_ring.cu where device and width allow
-    source_elements: int = 32768  # n_tokens * n_in up to which a product norms and quantizes its input itself
+    rings: Mapping[QuantType, tuple[RingVariant, ...]] = field(default_factory=lambda: RINGS)  # others: gemv
+    source_elements: int = 12288  # n_tokens * n_in up to which gemv_ring norms and quantizes its input itself
 
 
 class Form(enum.Flag):
@@ -94,11 +96,10 @@ class Rows:
 
 def needed_modules(types: Iterable[QuantType], options: MatmulOptions) -> list[ModuleSpec]:
     """Every compilation that products with these types need. BF16 stands for types decoded at load."""
-    specs = [ROWS_MODULE]
+    specs, tokens, nbytes = [ROWS_MODULE], options.gemv_tokens, options.activation_bytes
     for type in sorted(set(types)):
-        specs += product_modules(
-            type, gemv_tokens=options.gemv_tokens, activation_bytes=options.activation_bytes
-        )
+        rings = options.rings.get(type, ())
+        specs += product_modules(type, gemv_tokens=tokens, activation_bytes=nbytes, rings=rings)
     return specs
 
 
@@ -205,15 +206,20 @@ class CudaMatmul:
         """How a product of n_tokens with this matrix takes its activations."""
         if matrix.type is not QuantType.F32 and n_tokens > self.options.gemv_tokens:
             return Form.BF16
-        if self.uses_ring(matrix, n_tokens):
+        if self.ring(matrix, n_tokens):
             few = n_tokens * matrix.n_in <= self.options.source_elements
             return Form.SOURCE if matrix.is_float or few else Form.QUANTIZED
         return Form.F32 if matrix.is_float else Form.QUANTIZED
 
-    def uses_ring(self, matrix: DeviceMatrix, n_tokens: int) -> bool:
-        if not (self._has_ring and self.options.ring and ring_fits(matrix.type, matrix.n_in)):
-            return False
-        return ring_tokens(matrix.type, matrix.n_in, n_tokens, self.options.activation_bytes) >= n_tokens
+    def ring(self, matrix: DeviceMatrix, n_tokens: int) -> RingVariant | None:
+        """How such a product of few tokens goes through gemv_ring; None: gemv."""
+        variants = self.options.rings.get(matrix.type, ()) if self._has_ring else ()
+        return ring_variant(variants, matrix.type, matrix.n_in, n_tokens, self.options.activation_bytes)
+
+    def uses_library(self, matrix: DeviceMatrix, n_tokens: int) -> bool:
+        """Whether a product of bf16 rows is left to cuBLASLt."""
+        options, is_bf16 = self.options, matrix.type is QuantType.BF16
+        return n_tokens > (options.tiled_tokens_bf16 if is_bf16 else options.tiled_tokens)
 
     @property
     def is_live(self) -> bool:
@@ -298,8 +304,9 @@ class CudaMatmul:
         """act(gate) * up, ready for down: in one launch where gate and up have one type."""
         n, width = rows.n_tokens, gate.n_out
         types = {self.matrix(w.weight).type for w in (gate, up)}
-        form = self.form(self.matrix(gate.weight), n)
-        fused = len(types) == 1 and not (form is Form.BF16 and n > self.options.tiled_tokens)
+        matrix = self.matrix(gate.weight)
+        form = self.form(matrix, n)
+        fused = len(types) == 1 and not (form is Form.BF16 and self.uses_library(matrix, n))
         if not fused:
             outs = self._arena.take(n, width), self._arena.take(n, width)
             self.project(rows, [self.output(p, o) for p, o in zip((gate, up), outs, strict=True)])
@@ -332,7 +339,7 @@ class CudaMatmul:
         assert rows.bf16 is not None
         if not self.is_live:
             return
-        if rows.n_tokens <= self.options.tiled_tokens:
+        if not self.uses_library(outputs[0].matrix, rows.n_tokens):
             self.launcher.mma(outputs, rows.bf16, stream=self._stream)
             return
         for output in outputs:
@@ -343,13 +350,14 @@ class CudaMatmul:
             return
         matrix, n, stream = outputs[0].matrix, rows.n_tokens, self._stream
         plain = rows.f32 if matrix.is_float else rows.quantized
-        if self.uses_ring(matrix, n):
+        variant = self.ring(matrix, n)
+        if variant:
             source = rows.source if self.form(matrix, n) is Form.SOURCE else None
             x = source or (SourceRows(plain) if isinstance(plain, DeviceArray) else plain)
             assert x is not None
             nbytes = self.options.activation_bytes
             self.launcher.gemv_ring(
-                outputs, x, n, stream=stream, activation=activation, activation_bytes=nbytes
+                outputs, x, n, stream=stream, activation=activation, variant=variant, activation_bytes=nbytes
             )
         else:
             assert plain is not None

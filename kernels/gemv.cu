@@ -1,4 +1,4 @@
-// Products of 1 to 8 tokens with a matrix, on any device and for any width; gemv_ring.cu is faster where it can be used.
+// Products of 1 to 8 tokens with a matrix, on any device and for any width; for some types gemv_ring.cu is faster.
 //
 // A group of `threads` lanes takes R rows (GATED: R/2 of the gate and the same R/2 of up) and splits them over
 // its lanes, a chunk a lane at a time. Quantized weights meet 8- or 16-bit activations in dp4a, float weights f32 ones.
@@ -9,7 +9,8 @@
 // instance: gemv<Q8_0, 1, 4, 2, true, 3>
 // instance: gemv<Q4_K, 1, 2, 2, false, 4>
 // instance: gemv<Q4_K, 1, 2, 2, true, 4>
-// instance: gemv<BF16, 1, 2, 1, false, 6>
+// instance: gemv<BF16, 1, 4, 1, false, 3>
+// instance: gemv<BF16, 1, 4, 1, true, 3>
 // instance: gemv<Q8_0, 2, 2, 2, false, 4>
 // instance: gemv<F32, 8, 2, 1, false, 1>
 

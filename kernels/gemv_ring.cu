@@ -9,15 +9,13 @@
 // A row's bytes in every plane are a multiple of 16 (ring_fits, matmul_launch.py).
 // Grid: (blocks, tiles of M tokens). Shared memory: ring, then activations.
 
-// instance: gemv_ring<Q8_0, 1, 4, 1, 8, 2, false>
-// instance: gemv_ring<Q8_0, 1, 4, 1, 8, 2, true>
-// instance: gemv_ring<Q8_0, 2, 4, 1, 8, 2, false>
-// instance: gemv_ring<Q4_K, 1, 4, 1, 8, 2, false>
-// instance: gemv_ring<Q4_K, 1, 4, 1, 8, 2, true>
+// instance: gemv_ring<Q4_K, 1, 4, 2, 8, 2, false>
+// instance: gemv_ring<Q4_K, 1, 4, 2, 8, 2, true>
+// instance: gemv_ring<Q4_K, 2, 4, 2, 8, 2, false>
+// instance: gemv_ring<Q4_K, 1, 2, 2, 8, 2, false>
+// instance: gemv_ring<Q5_K, 1, 4, 2, 8, 2, true>
 // instance: gemv_ring<Q6_K, 1, 2, 2, 8, 2, false>
-// instance: gemv_ring<Q4_1, 1, 4, 1, 8, 2, true>
-// instance: gemv_ring<BF16, 1, 2, 2, 8, 1, false>
-// instance: gemv_ring<BF16, 1, 2, 2, 8, 1, true>
+// instance: gemv_ring<Q4_1, 1, 4, 2, 8, 2, true>
 
 #include "bulk.cuh"
 #include "gemv.cuh"
@@ -32,10 +30,8 @@ struct RingParams {
     int activation;  // of a gated launch (linear.cuh)
     int tiles;       // of all matrices
     int stages;      // of each warp's ring
-    int prefetch;    // pieces beyond the ring that go to the L2 cache before the wait
-    int pad;
 };
-static_assert(sizeof(RingParams) == 376, "matmul_launch.py");
+static_assert(sizeof(RingParams) == 368, "matmul_launch.py");
 
 constexpr int MAX_STAGES = 16;
 
@@ -58,7 +54,7 @@ template <class T, int R, int ITER, bool GATED> struct Stage {
     static constexpr int NBYTES = plane_at(4), PER8 = T::per8(0) + T::per8(1) + T::per8(2) + T::per8(3);
     static_assert(R * PLANES <= 32 && plane_bytes(0) % 16 == 0 && plane_bytes(1) % 16 == 0 && plane_bytes(2) % 16 == 0 && plane_bytes(3) % 16 == 0, "");
 
-    // Lane r * PLANES + i takes plane i of row r; into `stage`, or without a barrier into the L2 cache.
+    // Lane r * PLANES + i takes plane i of row r.
     static __device__ __forceinline__ void fetch(const RingParams &p, const Place &place, u8 *stage, Barrier *barrier) {
         const int lane = threadIdx.x & 31, r = lane / PLANES, i = lane % PLANES;
         const Matrix &matrix = p.matrices[GATED ? (r >= R / 2) : matrix_of(p.matrices, p.n_matrices, place.tile)];
@@ -68,13 +64,9 @@ template <class T, int R, int ITER, bool GATED> struct Stage {
         const u8 *plane = i == 0 ? planes.p0 : i == 1 ? planes.p1 : i == 2 ? planes.p2 : planes.p3;
         const u8 *from = plane + (((unsigned long long)row * chunks + place.c0) * T::per8(i) >> 3);
         const u32 nbytes = count * T::per8(i) >> 3;
-        if (barrier) {
-            if (lane == 0) barrier_expect(barrier, R * (count * PER8 >> 3));
-            __syncwarp();
-            if (lane < R * PLANES) bulk_copy(stage + plane_at(i) + r * plane_bytes(i), from, nbytes, barrier);
-        } else if (lane < R * PLANES) {
-            bulk_prefetch(from, nbytes);
-        }
+        if (lane == 0) barrier_expect(barrier, R * (count * PER8 >> 3));
+        __syncwarp();
+        if (lane < R * PLANES) bulk_copy(stage + plane_at(i) + r * plane_bytes(i), from, nbytes, barrier);
     }
 
     static __device__ __forceinline__ NearPlanes row(const u8 *stage, int r) {
@@ -240,9 +232,6 @@ __global__ void __launch_bounds__(32 * WARPS, (M == 1 ? 24 : 16) / WARPS) gemv_r
     Place now{(int)(blockIdx.x + gridDim.x * warp), 0}, next = now;
     for (int i = 0; i < p.stages && next.tile < p.tiles; i++, next.template advance<S::PIECE>(chunks, step))
         S::fetch(p, next, ring + i * S::NBYTES, barriers + i);
-    Place beyond = next;
-    for (int i = 0; i < p.prefetch && beyond.tile < p.tiles; i++, beyond.template advance<S::PIECE>(chunks, step))
-        S::fetch(p, beyond, nullptr, nullptr);
 
     pdl_wait();
     const SharedRows<T, M, BYTES> x{shared + WARPS * p.stages * S::NBYTES, p.K, chunks};

@@ -129,7 +129,7 @@ class RingParams(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("x_float", "norm")),
         ("epsilon", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("x_stride", "n_matrices", "n_tokens", "K", "activation")),
-        *((name, ctypes.c_int32) for name in ("tiles", "stages", "prefetch", "pad")),
+        *((name, ctypes.c_int32) for name in ("tiles", "stages")),
     )
 
 

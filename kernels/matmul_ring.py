@@ -1,6 +1,6 @@
 """Geometry of gemv_ring: which widths it takes, how its rings are cut. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamer.gguf.quants import QuantType
@@ -13,7 +13,6 @@ RING_TOKENS = (1, 2, 4)
 LEAST_CAPABILITY = (9, 0)  # bulk copies
 # Shared memory of one block: two of them, of successive launches, fit a multiprocessor together.
 SHARED_NBYTES = 110 << 10
-_LARGE = FLOATS | {QuantType.Q2_K, QuantType.Q3_K, QuantType.Q5_K, QuantType.Q6_K}
 _SUMS = frozenset(PLANES) - {QuantType.Q8_0, QuantType.IQ4_NL, QuantType.IQ4_XS, QuantType.MXFP4}
 
 
@@ -21,22 +20,24 @@ _SUMS = frozenset(PLANES) - {QuantType.Q8_0, QuantType.IQ4_NL, QuantType.IQ4_XS,
 class RingVariant:
     """How gemv_ring is built and cut. benchmarks/kernels.py tries others."""
 
-    rows: int = 4  # a tile: of matrices, so half as many results where gated
-    iterations: int = 1  # chunks a lane takes of each row of a piece
+    rows: int = 2  # a tile: of matrices, so half as many results where gated
+    iterations: int = 2  # chunks a lane takes of each row of a piece
     warps: int = 8  # a block
     blocks: int = 1  # a multiprocessor
     shared: int = SHARED_NBYTES
-    prefetch: int = 0  # pieces a warp asks the L2 cache for, beyond its ring
 
     @property
     def name(self) -> str:
-        cut = f"r{self.rows}i{self.iterations}w{self.warps}b{self.blocks}s{self.shared >> 10}"
-        return f"{cut}p{self.prefetch}" if self.prefetch else cut
+        return f"r{self.rows}i{self.iterations}w{self.warps}b{self.blocks}s{self.shared >> 10}"
 
 
-def ring_variant(type: QuantType, gated: bool) -> RingVariant:
-    """What measured best; where chunks are larger, pieces of fewer rows have as many bytes."""
-    return RingVariant(rows=2, iterations=2) if type in _LARGE else RingVariant()
+_WIDE, _NARROW = RingVariant(rows=4), RingVariant(rows=2)
+_LARGE = frozenset({QuantType.Q2_K, QuantType.Q3_K, QuantType.Q6_K})  # no registers or no room for 4 rows
+# How types go through gemv_ring, best first: the next where a width leaves no room. Others are left to gemv:
+# on an H200, Q8_0 is faster there (0.82 of the read rate against 0.78) and Q4_K is not (0.43 against 0.56).
+RINGS: Mapping[QuantType, tuple[RingVariant, ...]] = {
+    t: (_NARROW,) if t in _LARGE else (_WIDE, _NARROW) for t in PLANES if t is not QuantType.Q8_0
+}
 
 
 def _row_nbytes(type: QuantType, n_elements: int) -> tuple[int, ...]:
@@ -62,7 +63,6 @@ class RingShape:
     blocks: int
     stages: int
     shared: int
-    prefetch: int
 
 
 def stage_nbytes(type: QuantType, variant: RingVariant) -> int:
@@ -78,14 +78,24 @@ def rows_nbytes(type: QuantType, n_in: int, activation_bytes: int) -> int:
 
 
 def ring_tokens(
-    type: QuantType, n_in: int, n_tokens: int, activation_bytes: int, variant: RingVariant | None = None
+    type: QuantType, n_in: int, n_tokens: int, activation_bytes: int, variant: RingVariant
 ) -> int:
     """Tokens an instance takes at once; 0: not even one leaves room for a ring of two stages."""
-    variant = variant or ring_variant(type, False)
     room = variant.shared - 2 * variant.warps * stage_nbytes(type, variant)
     most = room // rows_nbytes(type, n_in, activation_bytes)
     wanted = next((m for m in RING_TOKENS if m >= n_tokens), RING_TOKENS[-1])
     return max((m for m in RING_TOKENS if m <= min(wanted, most)), default=0)
+
+
+def ring_variant(
+    variants: Sequence[RingVariant], type: QuantType, n_in: int, n_tokens: int, activation_bytes: int
+) -> RingVariant | None:
+    """The first that takes so many tokens of this width at once."""
+    if not ring_fits(type, n_in):
+        return None
+    return next(
+        (v for v in variants if ring_tokens(type, n_in, n_tokens, activation_bytes, v) >= n_tokens), None
+    )
 
 
 def ring_name(
@@ -122,17 +132,19 @@ def ring_shape(
         blocks,
         min(stages, MAX_STAGES),
         variant.shared,
-        variant.prefetch,
     )
 
 
-def ring_modules(type: QuantType, gemv_tokens: int, activation_bytes: int) -> list[ModuleSpec]:
-    """One compilation a gate: they take longest."""
+def ring_modules(
+    type: QuantType, gemv_tokens: int, activation_bytes: int, variants: Sequence[RingVariant]
+) -> list[ModuleSpec]:
+    """One compilation a gate and variant: they take longest."""
     tokens = [m for m in RING_TOKENS if m == 1 or m // 2 < gemv_tokens]
     return [
         ModuleSpec(
             "gemv_ring.cu",
-            tuple(ring_name(type, m, activation_bytes, gated, ring_variant(type, gated)) for m in tokens),
+            tuple(ring_name(type, m, activation_bytes, gated, variant) for m in tokens),
         )
         for gated in (False, True)
+        for variant in variants
     ]

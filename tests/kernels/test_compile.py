@@ -21,6 +21,7 @@ from streamer.kernels.compile import (
 )
 from streamer.kernels.compile_cache import MAX_ENTRIES, CompileCache, decode, encode
 from streamer.kernels.matmul_launch import ROWS_MODULE, product_modules
+from streamer.kernels.matmul_ring import RINGS, RingVariant
 
 WHOLE = ("sm_80", "sm_90a", "sm_120")  # oldest, Hopper's own instructions, newest: to machine code
 FRONT_END = ("sm_86", "sm_89", "sm_100")  # their relatives: parsed and checked, in a hundredth of the time
@@ -80,7 +81,8 @@ def test_kernel_compiles_without_warning_or_spill(path: Path) -> None:
 
 @pytest.mark.parametrize(("type", "arch"), PRODUCTS, ids=lambda value: getattr(value, "name", value))
 def test_products_of_a_type_compile_without_warning_or_spill(type: QuantType, arch: str) -> None:
-    specs = [*product_modules(type, gemv_tokens=8, activation_bytes=1), ROWS_MODULE]
+    rings = RINGS.get(type, (RingVariant(4),))
+    specs = [*product_modules(type, gemv_tokens=8, activation_bytes=1, rings=rings), ROWS_MODULE]
     assert {spec.source for spec in specs} == BY_TYPE
     with ThreadPoolExecutor(2) as threads:
         for module in threads.map(lambda spec: compiled(spec.source, arch, spec.instances), specs):

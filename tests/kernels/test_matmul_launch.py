@@ -22,6 +22,7 @@ from streamer.kernels.matmul_arguments import (
 from streamer.kernels.matmul_launch import (
     PARTIAL_NBYTES,
     STAGE,
+    GemvBuild,
     gemv_shape,
     group_threads,
     product_modules,
@@ -29,9 +30,10 @@ from streamer.kernels.matmul_launch import (
 )
 from streamer.kernels.matmul_ring import (
     MAX_STAGES,
+    RINGS,
+    RingVariant,
     ring_fits,
     ring_shape,
-    ring_tokens,
     ring_variant,
     rows_nbytes,
     stage_nbytes,
@@ -85,7 +87,7 @@ def test_instances_checked_without_a_gpu_are_those_in_use(source: str) -> None:
 def test_gemv_covers_every_row_once(n_in: int, n_out: int, gated: bool) -> None:
     outputs = [output(QuantType.Q8_0, n_in, n_out)] * 2 if gated else [output(QuantType.Q8_0, n_in, n_out)]
     for rows in (2, 4):
-        shape = gemv_shape(outputs, rows, gated=gated)
+        shape = gemv_shape(outputs, GemvBuild(rows, 3), gated=gated)
         assert shape.tiles * shape.rows >= n_out > (shape.tiles - 1) * shape.rows
         assert shape.grid * shape.block >= shape.tiles * shape.threads
         assert shape.block % shape.threads == 0
@@ -95,15 +97,16 @@ def test_gemv_covers_every_row_once(n_in: int, n_out: int, gated: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 2, 4])
 @pytest.mark.parametrize(("n_in", "n_out"), SHAPES)
-@pytest.mark.parametrize("type", [t for t in CHUNK if t is not QuantType.F32], ids=lambda t: t.name)
+@pytest.mark.parametrize("type", RINGS, ids=lambda t: t.name)
 def test_ring_and_activations_fit_shared_memory(
     type: QuantType, n_in: int, n_out: int, n_tokens: int, gated: bool
 ) -> None:
-    if not ring_fits(type, n_in) or ring_tokens(type, n_in, n_tokens, 2) < n_tokens:
+    variant = ring_variant(RINGS[type], type, n_in, n_tokens, 2)
+    if variant is None:
         pytest.skip("left to gemv")
     outputs = [output(type, n_in, n_out)] * (2 if gated else 1)
-    variant = ring_variant(type, gated)
     shape = ring_shape(outputs, n_tokens, 2, variant, gated=gated)
+    assert shape.tokens >= n_tokens
     assert 2 <= shape.stages <= MAX_STAGES
     ring = variant.warps * shape.stages * stage_nbytes(type, variant)
     assert ring + shape.tokens * rows_nbytes(type, n_in, 2) <= shape.shared
@@ -116,6 +119,17 @@ def test_ring_takes_widths_whose_planes_are_whole_pieces() -> None:
     assert not ring_fits(QuantType.Q6_K, 5120)  # a row's f16 scales are 40 bytes
     assert not ring_fits(QuantType.Q8_0, 576)
     assert not ring_fits(QuantType.F32, 4096)
+
+
+def test_ring_of_wide_rows_has_smaller_pieces_until_gemv_takes_over() -> None:
+    def chosen(n_in: int, n_tokens: int) -> RingVariant | None:
+        return ring_variant(RINGS[QuantType.Q4_K], QuantType.Q4_K, n_in, n_tokens, 2)
+
+    assert chosen(4096, 1) == chosen(4096, 2) == chosen(14336, 1) == RingVariant(rows=4)
+    assert chosen(14336, 2) == chosen(17408, 1) == RingVariant(rows=2)
+    assert chosen(17408, 4) is None
+    assert chosen(4000, 1) is None
+    assert ring_variant((), QuantType.Q4_K, 4096, 1, 2) is None
 
 
 @pytest.mark.parametrize("type", PLANES, ids=lambda t: t.name)

@@ -8,6 +8,7 @@ import pytest
 from streamer.gguf.quants import QuantType
 from streamer.kernels.cuda_array import Arena
 from streamer.kernels.cuda_matmul import CudaMatmul, MatmulOptions, ResidentWeight
+from streamer.kernels.matmul_ring import RINGS, RingVariant
 from streamer.kernels.ops import Activation, Linear, Norm, Weight
 from streamer.plan.plan import Layout
 
@@ -181,12 +182,13 @@ def test_captured_launches_replay(products, types, n_tokens):
 @pytest.mark.parametrize(
     "options",
     [
-        MatmulOptions(ring=False),
+        MatmulOptions(rings={}),
+        MatmulOptions(rings=dict.fromkeys((*RINGS, Q.Q8_0), (RingVariant(),))),
         MatmulOptions(source_elements=0),
         MatmulOptions(activation_bytes=1),
         MatmulOptions(gemv_tokens=0),
     ],
-    ids=["gemv", "quantized apart", "8 bit", "tensor cores"],
+    ids=["gemv", "ring", "quantized apart", "8 bit", "tensor cores"],
 )
 def test_every_way_to_compute_a_layer_agrees(products, options, n_tokens):
     layer, x = Layer(products, QUANTS), products.activations(n_tokens, N_EMBD, 6)
