@@ -51,7 +51,6 @@ CUTS = (
     RingVariant(4, 2, 8),
     RingVariant(2, 2, 8),
     RingVariant(2, 4, 8),
-    RingVariant(8, 2, 4),
     RingVariant(4, 2, 8, shared=LARGE_NBYTES),
     RingVariant(4, 2, 16, shared=LARGE_NBYTES),
 )
