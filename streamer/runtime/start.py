@@ -111,7 +111,8 @@ async def _start(
     advanced: Callable[[], None],
 ) -> Runtime:
     tracer: Tracer = RecordingTracer() if options.trace else NULL_TRACER
-    opening = asyncio.ensure_future(_in(threads, lambda: _open_device(options)))
+    remarks: list[str] = []  # said once the file is accepted: a refusal is one line
+    opening = asyncio.ensure_future(_in(threads, lambda: _open_device(options, remarks)))
     try:
         directory, architecture = await _in(threads, lambda: read_model(options.path))
         if on_directory is not None:
@@ -121,6 +122,8 @@ async def _start(
         await _abandon(opening)
         raise
     undo.closers.append(device.close)
+    for remark in remarks:
+        logger.info(remark)
     capabilities = device.capabilities
     ledger.describe(device=device_name(device))
     transfer = open_transfer(device, _transfer_options(options), cores=len(os.sched_getaffinity(0)))
@@ -159,14 +162,14 @@ async def _start(
     return Runtime(device, model, weights, transfer, bound, engine)
 
 
-def _open_device(options: StartOptions) -> Device:
+def _open_device(options: StartOptions, remarks: list[str]) -> Device:
     device, remark = open_device(
         options.device,
         checksum_code=checksum_code(options.cache_directory),
         host_link_bytes_per_s=options.host_link_bytes_per_s,
     )
     if remark is not None:
-        logger.info(remark)
+        remarks.append(remark)
     return device
 
 

@@ -223,7 +223,7 @@ def test_a_refused_model_is_one_line_and_its_exit_code(start, tmp_path, make, co
     model = tmp_path / "model.gguf"
     make(model)
     began = time.monotonic()
-    daemon = start(model, ready=False)
+    daemon = start(model, "--device", "auto", ready=False)  # nothing about the device either
     assert daemon.process.wait(20) == code
     assert time.monotonic() - began < limit_s(2.0)
     (line,) = daemon.text.strip().splitlines()
