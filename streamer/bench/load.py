@@ -64,7 +64,7 @@ TABLE: Mapping[str, tuple[str, str, str | None]] = {
     "ring_ratio": ("  of the link", "", ">= 0.92"),
     "ring_over_pageable": ("  times the driver's copy", "", ">= 7"),
     "ring_cpu_s_per_gib": ("  CPU seconds a GiB", "s", "< 0.25"),
-    "window_gbps": ("registered windows, 1 thread", "GB/s", ">= 19"),
+    "window_gbps": ("registered windows", "GB/s", ">= 19"),
     "window_cpu_s_per_gib": ("  CPU seconds a GiB", "s", "< 0.06"),
     "kept_gbps": ("reload, registration kept", "GB/s", None),
     "kept_ratio": ("  of the link", "", ">= 0.97"),

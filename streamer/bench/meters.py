@@ -1,5 +1,6 @@
 """What a run costs: wall time, CPU time, peak host memory of its own, least free device memory."""
 
+import contextlib
 import resource
 import threading
 import time
@@ -16,7 +17,7 @@ class Cost:
     """Filled when the measured block ends."""
 
     wall_s: float = 0.0
-    cpu_s: float = 0.0  # user and system, all threads of the process
+    cpu_s: float = 0.0  # user and system, all threads of the process and its children
     own_memory_nbytes: int = (
         0  # peak of anonymous and shared memory: page cache that is mapped does not count
     )
@@ -58,15 +59,38 @@ def measured(*, free_memory: Callable[[], int] | None = None, interval_s: float 
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process so far."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    """User and system time so far of this process and its children, living and gone."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return own + sum(_process_seconds(child) for child in children())
+
+
+def children(pid: int | str = "self") -> list[int]:
+    """Living children of a process; none where the kernel does not tell."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _process_seconds(pid: int) -> float:
+    """CPU time of another process by its clock (as clock_getcpuclockid numbers it)."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0  # gone meanwhile
 
 
 def own_memory(pid: int | str = "self") -> int:
-    """Bytes of a process's anonymous and shared memory in RAM now."""
-    total = 0
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(("RssAnon:", "RssShmem:")):
-            total += int(line.split()[1]) * 1024
+    """Bytes in RAM now: a process's anonymous and shared memory, and its children's anonymous memory."""
+    total = _resident(pid, ("RssAnon:", "RssShmem:"))
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            total += _resident(child, ("RssAnon:",))  # what they share with it is counted
     return total
+
+
+def _resident(pid: int | str, fields: tuple[str, ...]) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(fields))

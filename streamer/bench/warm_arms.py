@@ -140,7 +140,7 @@ def verify_arm(setting: Setting, report: Report) -> None:
 
 
 def window_arm(setting: Setting, report: Report) -> None:
-    """Registered windows: one thread, no copy by the CPU."""
+    """Registered windows: no copy by the CPU."""
     warm(setting.subject.mappings)
     with pinned_transfer(setting, asked="window") as transfer:
         runs = [run_load(setting.device, transfer, setting.subject) for _ in range(setting.repeats)]

@@ -115,6 +115,9 @@ class Device(Protocol):
         """Uninitialised device memory, 256-byte aligned. DeviceMemoryError names `what`, asked and free."""
 
     def allocate_pinned(self, nbytes: int) -> PinnedBuffer: ...
+    def pin(self, address: int, nbytes: int) -> "Registration":
+        """Page-lock existing writable memory (shared with other processes); else as `allocate_pinned`."""
+
     def register(self, address: int, nbytes: int) -> "Registration":
         """Page-lock existing read-only host memory (a window of a mapping) for DMA; counted as pinned."""
 

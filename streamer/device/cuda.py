@@ -93,18 +93,16 @@ class CudaDevice:
         return self._own(pinned)
 
     def register(self, address: int, nbytes: int) -> CudaRegistration:
-        self.activate()
         if not self.capabilities.read_only_host_register:
             raise DeviceError(
                 "cuMemHostRegister",
                 "CUDA_ERROR_NOT_SUPPORTED",
                 "this device cannot register read-only host memory (READ_ONLY_HOST_REGISTER_SUPPORTED is 0)",
             )
-        self.driver.call("cuMemHostRegister", address, nbytes, _PORTABLE | _READ_ONLY)
-        registration = CudaRegistration(address, nbytes, self._unregister)
-        self._account.pinned(nbytes)
-        self._pinned.add(address, nbytes)
-        return self._own(registration)
+        return self._register(address, nbytes, _PORTABLE | _READ_ONLY)
+
+    def pin(self, address: int, nbytes: int) -> CudaRegistration:
+        return self._register(address, nbytes, _PORTABLE)
 
     # ---- streams and copies ------------------------------------------------------------
 
@@ -205,6 +203,16 @@ class CudaDevice:
             raise first[0]
 
     # ---- inside ----------------------------------------------------------------------
+
+    def _register(self, address: int, nbytes: int, flags: int) -> CudaRegistration:
+        self.activate()
+        (code,) = self.driver.api.cuMemHostRegister(address, nbytes, flags)
+        if code != 0:
+            raise self._allocation_error("cuMemHostRegister", code, nbytes, "pinned memory")
+        registration = CudaRegistration(address, nbytes, self._unregister)
+        self._account.pinned(nbytes)
+        self._pinned.add(address, nbytes)
+        return self._own(registration)
 
     def _own(self, owned: OwnedType) -> OwnedType:
         with self._lock:

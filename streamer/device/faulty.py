@@ -138,6 +138,10 @@ class FaultyDevice:
         self.plan.check("allocate_pinned", nbytes, "pinned memory")
         return self.inner.allocate_pinned(nbytes)
 
+    def pin(self, address: int, nbytes: int) -> Registration:
+        self.plan.check("allocate_pinned", nbytes, "pinned memory")
+        return self.inner.pin(address, nbytes)
+
     def register(self, address: int, nbytes: int) -> Registration:
         self.plan.check("register", nbytes, "registered memory")
         return self.inner.register(address, nbytes)

@@ -141,12 +141,17 @@ class HostDevice:
         return memory
 
     def allocate_pinned(self, nbytes: int) -> HostMemory:
-        limit = self._pinned_limit
-        left = self._read_memory().free if limit is None else limit - self._account.statistics().pinned_bytes
-        memory = self._take(nbytes, nbytes > left, max(left, 0), "pinned memory", self._unpinned)
+        left = self._pinnable()
+        memory = self._take(nbytes, nbytes > left, left, "pinned memory", self._unpinned)
         self._account.pinned(nbytes)
         self._keep(memory)
         return memory
+
+    def pin(self, address: int, nbytes: int) -> HostRegistration:
+        left = self._pinnable()
+        if nbytes > left:
+            raise DeviceMemoryError("host pin", "OUT_OF_MEMORY", nbytes, left, "pinned memory")
+        return self.register(address, nbytes)
 
     def register(self, address: int, nbytes: int) -> HostRegistration:
         registration = HostRegistration(nbytes, self._unpinned)
@@ -199,6 +204,12 @@ class HostDevice:
             live, key=lambda x: not isinstance(x, HostStream)
         ):  # streams first: they use the rest
             resource.close()
+
+    def _pinnable(self) -> int:
+        """Bytes that may still be pinned."""
+        if self._pinned_limit is None:
+            return self._read_memory().free
+        return max(self._pinned_limit - self._account.statistics().pinned_bytes, 0)
 
     def _take(
         self, nbytes: int, refused: bool, free: int, what: str, on_close: Callable[[HostMemory], None]

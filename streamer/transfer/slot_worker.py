@@ -64,7 +64,8 @@ class SlotWorker:
     def _carry(self, move: Move, slot: Slot, way: Way) -> None:
         """One chunk through one slot that is free."""
         with self._run.tracer.span(self._staging, str(move.chunk.weight)):
-            address = slot.address + fill(way, self._run.sources[move.chunk.shard], move.chunk, slot.address)
+            source, chunk = self._run.sources[move.chunk.shard], move.chunk
+            address = slot.address + fill(way, source, chunk.file_offset, chunk.nbytes, slot.address)
             checksum = checksum_at(address, move.chunk.nbytes) if self._run.checksum else None
         self._upload(move, slot, address, checksum)
 

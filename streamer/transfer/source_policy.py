@@ -8,7 +8,6 @@ import ctypes
 import enum
 import os
 
-from streamer.plan.plan import Chunk
 from streamer.transfer.base import Origin, Source
 
 PROBE_NBYTES = 64 << 10
@@ -59,32 +58,32 @@ def is_cached(source: Source, offset: int, nbytes: int) -> bool:
     try:
         os.preadv(source.descriptor, [bytearray(1)], start, os.RWF_NOWAIT)
     except BlockingIOError:
-        _read_no_further(source)
+        read_no_further(source)
         return False
     except OSError:
         return True  # the file system has no such read: believe mincore
     return True
 
 
-def fill(way: Way, source: Source, chunk: Chunk, address: int) -> int:
-    """Bring a chunk's bytes to host memory; returns where they begin, counted from `address`.
+def fill(way: Way, source: Source, offset: int, nbytes: int, address: int) -> int:
+    """Bring a range's bytes to host memory; returns where they begin, counted from `address`.
 
-    `address` is page-aligned with room for `slot_nbytes(chunk.nbytes)`. MAP wants the range touched before.
+    For DIRECT `address` is page-aligned, with room for all pages that the range lies in. MAP wants the range
+    touched before.
     """
-    offset, nbytes = chunk.file_offset, chunk.nbytes
     if way is Way.MAP:
         ctypes.memmove(address, source.address + offset, nbytes)  # without the interpreter lock
         return 0
     if way is Way.DIRECT:
         return source.read_direct(address, offset, nbytes)
     if way is Way.READ_DROP:
-        _read_no_further(source)
+        read_no_further(source)
     source.read_into(address, offset, nbytes)
     if way is Way.READ_DROP:
         source.drop(offset, nbytes)
     return 0
 
 
-def _read_no_further(source: Source) -> None:
+def read_no_further(source: Source) -> None:
     """No readahead from now on: it would make the next chunks look cached, and nobody would drop them."""
     os.posix_fadvise(source.descriptor, 0, 0, os.POSIX_FADV_RANDOM)

@@ -118,7 +118,7 @@ def test_cancelled_at_a_stage_everything_is_freed_and_the_next_load_works(
     again.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "crewed"])  # touched elsewhere
 def test_cancelled_while_touching(tmp_path, strategy: str) -> None:
     model = build(tmp_path, [Piece(3 * CHUNK, layer=i) for i in range(6)])
     device, ledger = HostDevice(link_bytes_per_s=2e6), Ledger(model.plan)

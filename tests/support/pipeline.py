@@ -19,12 +19,13 @@ from streamer.load.pipeline import load
 from streamer.plan.plan import Layout, MemorySum, Plan, PlannedWeight, Role, Segment
 from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
+from streamer.transfer.crewed_ring import CrewedRing
 from streamer.transfer.pinned_ring import PinnedRing
 from streamer.transfer.registered_window import RegisteredWindow
 from streamer.transfer.touch_copy import TouchCopy
 
 CHUNK = 16 << 10  # bytes: a slot small enough that every test uses many
-STRATEGIES = ("ring", "window", "touch")
+STRATEGIES = ("ring", "crewed", "window", "touch")
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,13 @@ def make_transfer(
     if strategy == "window":
         options = {"window_nbytes": 2 * 4096, "max_windows": 2} | options
         return RegisteredWindow(device, chunk_nbytes=chunk_nbytes, **options)
+    if strategy == "crewed":
+        slots = options.pop("slots_per_worker", 4) * max(workers, 1)
+        options = {
+            "ring_nbytes": slots * chunk_nbytes,
+            "piece_nbytes": max(4096, chunk_nbytes // 2),
+        } | options
+        return CrewedRing(device, processes=workers, chunk_nbytes=chunk_nbytes, **options)
     kind = PinnedRing if strategy == "ring" else TouchCopy
     return kind(device, workers=workers, chunk_nbytes=chunk_nbytes, **options)
 

@@ -7,7 +7,18 @@ import pytest
 from streamer.device.base import Capabilities
 from streamer.device.host import HostDevice
 from streamer.errors import ConfigError
-from streamer.transfer.choose import ROWS, TransferOptions, choose, open_transfer, row_for, worker_count
+from streamer.transfer.choose import (
+    MANY_CORES,
+    ROWS,
+    TransferOptions,
+    choose,
+    filled_by_processes,
+    open_transfer,
+    process_count,
+    row_for,
+    worker_count,
+)
+from streamer.transfer.crewed_ring import CrewedRing
 
 DISCRETE = Capabilities(
     kind="cuda", name="discrete", host_register=True, read_only_host_register=True, copy_engines=3
@@ -83,3 +94,39 @@ def test_pinned_memory_stays_within_256_mib_on_a_large_machine() -> None:
     capabilities = replace(DISCRETE)
     workers = worker_count(capabilities, 128)
     assert 2 * workers * ((4 << 20) + 4096) <= 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "cores", "options", "processes"),
+    [
+        (DISCRETE, 16, TransferOptions(), True),
+        (DISCRETE, MANY_CORES, TransferOptions(), True),
+        (DISCRETE, MANY_CORES - 1, TransferOptions(), False),
+        (DISCRETE, 16, TransferOptions(verify=True), False),  # checksums are taken by threads
+        (DISCRETE, 16, TransferOptions(fill="threads"), False),
+        (DISCRETE, 2, TransferOptions(fill="processes"), True),
+        (HostDevice().capabilities, 16, TransferOptions(), False),
+    ],
+)
+def test_who_fills_the_ring(capabilities, cores: int, options: TransferOptions, processes: bool) -> None:
+    assert filled_by_processes(capabilities, options, cores) is processes
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(2, 2), (6, 4), (16, 12), (128, 12)])
+def test_staging_processes_follow_the_cores(cores: int, processes: int) -> None:
+    assert process_count(cores) == processes
+
+
+def test_a_ring_filled_by_processes_has_the_size_asked_for() -> None:
+    device = HostDevice()
+    options = TransferOptions(
+        asked="ring", fill="processes", workers=1, ring_nbytes=3 << 20, chunk_nbytes=1 << 20
+    )
+    transfer = open_transfer(device, options, cores=16)
+    assert isinstance(transfer, CrewedRing)
+    transfer.prepare()
+    assert device.statistics().pinned_bytes == transfer.statistics().pinned_bytes == 3 << 20
+    transfer.close()
+    with pytest.raises(ConfigError, match="holds no slot"):
+        open_transfer(device, replace(options, ring_nbytes=1000), cores=16)
+    device.close()

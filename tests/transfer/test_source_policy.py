@@ -123,7 +123,7 @@ def test_every_way_brings_the_same_bytes(tmp_path, way: Way) -> None:
         if way is Way.DIRECT and not source.open_direct():
             pytest.skip("no O_DIRECT here")
         for chunk in chunks_of(model.plan.weights[1], model.plan):
-            begin = fill(way, source, chunk, slot.address)
+            begin = fill(way, source, chunk.file_offset, chunk.nbytes, slot.address)
             found = bytes(slot.view[begin : begin + chunk.nbytes])
             assert found == data[chunk.offset : chunk.offset + chunk.nbytes]
     device.close()

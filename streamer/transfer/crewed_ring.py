@@ -1,0 +1,378 @@
+"""The pinned ring filled by processes: for machines with many cores, where a dozen threads meet at one lock.
+
+One thread conducts: it cuts batches into pieces, hands them to a crew (crew.py), queues a batch's copy once
+its last piece is there, and takes room back behind the copy's event, all in order. Ring memory is shared and
+page-locked by the device. A crew that breaks is let go, and the conductor copies by itself.
+"""
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from streamer.device.base import CopyKind, Device, Event, Registration
+from streamer.errors import DeviceError, DeviceMemoryError, GgufdError
+from streamer.trace import SpanRecord
+from streamer.transfer import crew_child
+from streamer.transfer.base import MIB, PAGE_NBYTES, Batch, Run, TransferStatistics
+from streamer.transfer.crew import Crew, Done, Job
+from streamer.transfer.ring_space import RingSpace
+from streamer.transfer.slot_worker import span_nbytes
+from streamer.transfer.slots import checksum_at
+from streamer.transfer.source_policy import Way, choose_way, fill, read_no_further
+
+log = logging.getLogger("ggufd.transfer")
+
+BATCH = 4  # chunks in one copy
+PIECE_NBYTES = 4 * MIB  # what one process copies at a time
+MAX_REGIONS = 64  # batches in the ring: the driver blocks whoever queues a thousand copies
+LOOK_S = 0.05  # a conductor that waits looks this often whether to stop, and whether its crew still lives
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+
+CHILD_WAYS = {
+    Way.MAP: crew_child.MAP,
+    Way.READ: crew_child.READ,
+    Way.DIRECT: crew_child.DIRECT,
+    Way.READ_DROP: crew_child.READ_DROP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a batch's range of the file; `target`: where it goes, counted from the ring's begin."""
+
+    offset: int
+    nbytes: int
+    target: int
+
+
+@dataclass(slots=True)
+class Region:
+    """A batch in the ring, in the file's own alignment. `left`: pieces not yet there."""
+
+    batch: Batch
+    way: Way
+    start: int  # of its first byte, counted from the ring's begin
+    left: int = 0
+    event: Event | None = None
+
+
+def pieces_of(offset: int, nbytes: int, start: int, piece_nbytes: int) -> Iterator[Piece]:
+    """Cut a range of the file where pages begin, so that no two pieces share one. Pure."""
+    end = offset + nbytes
+    while offset < end:
+        until = min(end, (offset // PAGE_NBYTES * PAGE_NBYTES) + piece_nbytes)
+        yield Piece(offset, until - offset, start)
+        start += until - offset
+        offset = until
+
+
+class SharedMemory:
+    """Memory that other processes may map by its descriptor; as much of it pinned as can be had."""
+
+    def __init__(self, nbytes: int) -> None:
+        try:
+            self.descriptor = os.memfd_create("ggufd-ring", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise DeviceError("memfd_create", error.strerror or str(error), "pinned memory") from error
+        os.ftruncate(self.descriptor, nbytes)
+        self._mmap = mmap.mmap(self.descriptor, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
+        self.nbytes = nbytes
+        self._registration: Registration | None = None
+
+    @property
+    def pinned_nbytes(self) -> int:
+        return self._registration.nbytes if self._registration is not None else 0
+
+    def pin(self, device: Device, least: int) -> None:
+        """Pin all, or a half, a quarter ... with a warning; DeviceMemoryError when not even `least` bytes."""
+        nbytes = self.nbytes
+        with contextlib.suppress(OSError):
+            self._mmap.madvise(_POPULATE_WRITE, 0, nbytes)
+        while self._registration is None:
+            try:
+                self._registration = device.pin(self.address, nbytes)
+            except DeviceMemoryError as error:
+                nbytes = nbytes // 2 // PAGE_NBYTES * PAGE_NBYTES
+                if nbytes < least:
+                    raise
+                log.warning("event=smaller_ring nbytes=%d asked=%d free=%d", nbytes, error.asked, error.free)
+
+    def close(self) -> None:
+        """Unpin and unmap; nobody copies from or to it any more."""
+        registration, self._registration = self._registration, None
+        try:
+            if registration is not None:
+                registration.close()
+        finally:
+            self._mmap.close()
+            os.close(self.descriptor)
+
+
+class CrewedRing:
+    """Pins `ring_nbytes` and starts `processes` processes in `prepare`; they end with `detach`."""
+
+    name = "ring"
+    n_workers = 1
+    n_streams = 1
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        processes: int,
+        chunk_nbytes: int,
+        ring_nbytes: int,
+        batch: int = BATCH,
+        piece_nbytes: int = PIECE_NBYTES,
+    ) -> None:
+        assert piece_nbytes % PAGE_NBYTES == 0, piece_nbytes
+        self._device, self.chunk_nbytes, self.batch = device, chunk_nbytes, batch
+        self._ring_nbytes = max(ring_nbytes // PAGE_NBYTES * PAGE_NBYTES, self._least)
+        self._piece_nbytes = piece_nbytes
+        self._memory: SharedMemory | None = None
+        self._crew = Crew(processes)
+        self._processes = processes
+
+    @property
+    def _least(self) -> int:
+        """Room for one chunk, wherever it begins in a page."""
+        return (-(-self.chunk_nbytes // PAGE_NBYTES) + 1) * PAGE_NBYTES
+
+    def prepare(self) -> None:
+        self._ready()
+
+    def work(self, worker: int, run: Run) -> None:
+        memory = self._ready()
+        conductor = Conductor(memory, self._crew, run, self._piece_nbytes, self._least)
+        try:
+            conductor.work()
+        finally:
+            if conductor.is_staging:
+                self._crew.close()  # it may be writing to the ring still
+
+    def detach(self) -> None:
+        self._crew.close()  # its processes map the files
+
+    def close(self) -> None:
+        self._crew.close()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
+
+    def statistics(self) -> TransferStatistics:
+        pinned = self._memory.pinned_nbytes if self._memory is not None else 0
+        return TransferStatistics(self.name, self._processes, pinned // self.chunk_nbytes, pinned)
+
+    def __repr__(self) -> str:
+        return f"CrewedRing({self.statistics()})"
+
+    def _ready(self) -> SharedMemory:
+        """The processes come up while memory is pinned."""
+        memory = self._memory or SharedMemory(self._ring_nbytes)
+        try:
+            if not self._crew.is_open:
+                self._crew.start(memory.descriptor, memory.nbytes)
+            memory.pin(self._device, self._least)
+        except BaseException:
+            self._memory = None
+            self._crew.close()
+            memory.close()
+            raise
+        self._memory = memory
+        return memory
+
+
+class Conductor:
+    """One load through the ring. Owned by the worker's thread."""
+
+    def __init__(
+        self, memory: SharedMemory, crew: Crew, run: Run, piece_nbytes: int, least_nbytes: int
+    ) -> None:
+        self._run, self._crew, self._address = run, crew, memory.address
+        self._space = RingSpace(memory.pinned_nbytes)
+        self._piece_nbytes = piece_nbytes
+        self._most = max(self._space.nbytes // 4, least_nbytes) - PAGE_NBYTES  # bytes of a region
+        self._file = crew.introduce(run.sources) if crew.is_open else 0  # index of the first source
+        self._waiting: Batch = ()  # taken, but there was no room yet
+        self._staging: deque[Region] = deque()  # oldest first
+        self._uploading: deque[Region] = deque()
+        self._pieces: dict[int, tuple[Region, Piece]] = {}  # given to the crew, by token
+        self._token = 0
+
+    @property
+    def is_staging(self) -> bool:
+        """The crew may still be writing to the ring."""
+        return bool(self._pieces)
+
+    def work(self) -> None:
+        """Until the feed ends and all copies are done, or the run is stopped."""
+        while not self._run.stop.is_set():
+            if self._collect() | self._upload() | self._settle() | self._stage():
+                continue
+            if self._pieces:
+                if not (self._crew.wait(LOOK_S) or self._crew.is_whole):
+                    self._take_over()
+            elif self._uploading:
+                self._done_with(self._uploading.popleft())
+            else:
+                batch = self._run.feed.get()
+                if batch is None:
+                    return
+                self._waiting = batch
+
+    # ---- steps: each does what can be done now, and says whether that was anything
+
+    def _collect(self) -> bool:
+        if not self._pieces:
+            return False
+        try:
+            records = self._crew.collect()
+        except OSError:
+            self._take_over()
+            return True
+        for done in records:
+            region, piece = self._pieces.pop(done.token)
+            if done.code:
+                self._copy(region, piece)  # again, by itself: it knows how to tell what is wrong
+            elif self._run.tracer.enabled:
+                self._trace(done, region)
+            region.left -= 1
+        return bool(records)
+
+    def _upload(self) -> bool:
+        """Queue the copies of regions whose pieces are all there."""
+        uploaded = False
+        while self._staging and not self._staging[0].left:
+            region = self._staging.popleft()
+            first, run = region.batch[0], self._run
+            checksums: list[int | None] = [None] * len(region.batch)
+            address = self._address + region.start
+            if run.checksum:
+                starts = [move.chunk.file_offset - first.chunk.file_offset for move in region.batch]
+                checksums = [
+                    checksum_at(address + start, move.chunk.nbytes)
+                    for start, move in zip(starts, region.batch, strict=True)
+                ]
+            with self._blamed(region):
+                nbytes, stream = span_nbytes(region.batch), run.streams[0]
+                run.device.upload(
+                    first.buffer, first.offset, address, nbytes, stream=stream, kind=CopyKind.WEIGHTS
+                )
+                region.event = stream.record()
+            for move, checksum in zip(region.batch, checksums, strict=True):
+                run.hooks.submitted(move, 0, checksum)
+            self._uploading.append(region)
+            uploaded = True
+        return uploaded
+
+    def _settle(self) -> bool:
+        """Report copies that are done."""
+        settled = False
+        while self._uploading:
+            region = self._uploading[0]
+            assert region.event is not None, "uploading"
+            with self._blamed(region):
+                if not region.event.is_done:
+                    break
+            self._done_with(self._uploading.popleft())
+            settled = True
+        return settled
+
+    def _stage(self) -> bool:
+        """Give the next batch's pieces to the crew, if there is a batch and room."""
+        batch = self._waiting or self._run.feed.get_nowait()
+        if batch is None:
+            return False
+        first = batch[0].chunk
+        count = max(1, sum(span_nbytes(batch[: i + 1]) <= self._most for i in range(len(batch))))
+        now, self._waiting = batch[:count], batch[count:]
+        nbytes, shift = span_nbytes(now), first.file_offset % PAGE_NBYTES
+        pages = -(-(shift + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        begin = self._space.take(pages) if len(self._space) < MAX_REGIONS else None
+        if begin is None:
+            self._waiting = batch
+            return False
+        run = self._run
+        try:
+            way = choose_way(
+                run.sources[first.shard], first.file_offset, nbytes, mapping_is_safe=True
+            )  # a process of the crew may die of it, we do not
+        except GgufdError as error:
+            raise run.hooks.blame(now[0], error) from error
+        if way is Way.READ_DROP:
+            read_no_further(run.sources[first.shard])  # the processes share the descriptor
+        run.hooks.read(nbytes, way.origin)
+        region = Region(now, way, begin + shift)
+        self._staging.append(region)
+        self._give(region, list(pieces_of(first.file_offset, nbytes, region.start, self._piece_nbytes)))
+        return True
+
+    # ---- details
+
+    def _give(self, region: Region, pieces: list[Piece]) -> None:
+        if not self._crew.is_open:
+            for piece in pieces:
+                if not self._run.stop.is_set():
+                    self._copy(region, piece)
+            return
+        region.left = len(pieces)
+        file, way = self._file + region.batch[0].chunk.shard, CHILD_WAYS[region.way]
+        jobs = []
+        for piece in pieces:
+            self._token = (self._token + 1) % (1 << 32)
+            self._pieces[self._token] = region, piece
+            jobs.append(Job(self._token, file, way, piece.offset, piece.nbytes, piece.target))
+        try:
+            self._crew.give(jobs)
+        except OSError:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """The crew is broken: end it, then do what it has not done."""
+        log.warning("event=staging_processes_lost pieces=%d", len(self._pieces))
+        self._crew.close()
+        for region, piece in self._pieces.values():
+            self._copy(region, piece)
+            region.left -= 1
+        self._pieces.clear()
+
+    def _copy(self, region: Region, piece: Piece) -> None:
+        """What the crew does, done here."""
+        run, way, chunk = self._run, region.way, region.batch[0].chunk
+        source, address = run.sources[chunk.shard], self._address + piece.target
+        if way is Way.MAP and not run.mapping_is_safe:
+            way = Way.READ
+        if way is Way.DIRECT:
+            address -= piece.offset % PAGE_NBYTES
+        with self._blamed(region), run.tracer.span("stage 0", str(chunk.weight)):
+            if way is Way.MAP:
+                source.touch(piece.offset, piece.nbytes)
+            fill(way, source, piece.offset, piece.nbytes, address)
+
+    def _done_with(self, region: Region) -> None:
+        """Wait for a region's copy, report it, take its room back."""
+        assert region.event is not None, "uploading"
+        with self._blamed(region):
+            region.event.sync()
+        self._space.give_back()
+        for move in region.batch:
+            self._run.hooks.completed(move)
+
+    def _trace(self, done: Done, region: Region) -> None:
+        name, add = str(region.batch[0].chunk.weight), self._run.tracer.add
+        add(SpanRecord(f"touch {done.process}", name, done.begun_s, done.touched_s))
+        add(SpanRecord(f"stage {done.process}", name, done.touched_s, done.ended_s))
+
+    @contextlib.contextmanager
+    def _blamed(self, region: Region) -> Iterator[None]:
+        """Errors inside name the region's weight."""
+        try:
+            yield
+        except GgufdError as error:
+            raise self._run.hooks.blame(region.batch[0], error) from error
