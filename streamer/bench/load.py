@@ -32,7 +32,7 @@ from streamer.device.open import open_device
 from streamer.errors import GgufdError
 from streamer.kernels.checksum import checksum_code
 from streamer.transfer.base import MIB
-from streamer.transfer.choose import TransferOptions
+from streamer.transfer.choose import FILLERS, TransferOptions
 
 Arm = Callable[[Setting, Report], None]
 
@@ -105,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chunk_nbytes=chunk_nbytes,
                 workers=options.threads,
                 streams=options.streams,
+                fill=options.fill,
                 ring_nbytes=options.ring_mib * MIB if options.ring_mib else None,
             )
             cores = len(os.sched_getaffinity(0))
@@ -217,12 +218,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=None, help="load only the first layers")
     parser.add_argument("--chunk-mib", type=float, default=4)
-    parser.add_argument("--threads", type=int, default=None, help="fill threads of the ring; else by machine")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="fill threads or processes; else by machine"
+    )
     parser.add_argument(
         "--streams", type=int, default=None, help="upload streams of the ring; else by device"
     )
     parser.add_argument(
         "--ring-mib", type=int, default=None, help="pinned memory of the ring; else two slots a thread"
+    )
+    parser.add_argument(
+        "--fill", choices=FILLERS, default="auto", help="who fills the ring; auto: processes on many cores"
     )
     parser.add_argument("--spin", action="store_true", help="CUDA: wait for events spinning, not asleep")
     parser.add_argument("--host-link", type=float, default=0.0, help="host device: simulated link, GB/s")

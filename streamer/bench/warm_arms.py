@@ -127,11 +127,12 @@ def ring_arm(setting: Setting, report: Report) -> None:
 
 def verify_arm(setting: Setting, report: Report) -> None:
     """The same with every byte proved on the device."""
-    with pinned_transfer(setting, asked="ring") as transfer:
-        plain, proved = [], []
-        for _ in range(max(2, setting.repeats)):  # in turns, so that a drift meets both
-            plain.append(run_load(setting.device, transfer, setting.subject))
-            proved.append(run_load(setting.device, transfer, setting.subject, verify=True))
+    plain: list[LoadRun] = []
+    proved: list[LoadRun] = []
+    for _ in range(max(2, setting.repeats)):  # in turns, so that a drift meets both
+        for verify, runs in ((False, plain), (True, proved)):
+            with pinned_transfer(setting, asked="ring", verify=verify) as transfer:
+                runs.append(run_load(setting.device, transfer, setting.subject, verify=verify))
     for run in proved:
         report.add_run("ring, verified", run)
     without_s = statistics.median(run.cost.wall_s for run in plain)
@@ -173,7 +174,7 @@ def sweep_arm(setting: Setting, report: Report) -> None:
         ring = workers * slots * setting.options.chunk_nbytes
         try:
             with pinned_transfer(
-                setting, asked="ring", workers=workers, ring_nbytes=ring, streams=streams
+                setting, asked="ring", fill="threads", workers=workers, ring_nbytes=ring, streams=streams
             ) as transfer:
                 runs = [run_load(setting.device, transfer, setting.subject) for _ in range(3)][1:]
         except ConfigError:

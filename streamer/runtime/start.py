@@ -197,6 +197,7 @@ def _transfer_options(options: StartOptions) -> TransferOptions:
         workers=options.touch_threads or None,
         chunk_nbytes=CHUNK_NBYTES,
         keep_registered=options.keep_registered,
+        verify=options.verify,
     )
 
 

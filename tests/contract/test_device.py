@@ -59,11 +59,12 @@ def test_pinned_memory_is_counted_apart(device: Device) -> None:
     assert device.statistics().pinned_bytes == 0
 
 
-def test_registered_memory_is_a_source_and_is_counted(device: Device) -> None:
+@pytest.mark.parametrize("call", ["register", "pin"])
+def test_registered_memory_is_a_source_and_is_counted(device: Device, call: str) -> None:
     memory = mmap.mmap(-1, MIB)
     array = np.frombuffer(memory, dtype=np.uint8)
     memory[:] = random_bytes(MIB, 3)
-    registration = device.register(array.ctypes.data, MIB)
+    registration = getattr(device, call)(array.ctypes.data, MIB)
     assert device.statistics().pinned_bytes == MIB
     buffer, stream = device.allocate(MIB), device.create_stream("window")
     device.upload(buffer, 0, array.ctypes.data, MIB, stream=stream, kind=CopyKind.WEIGHTS)

@@ -1,6 +1,7 @@
 """Every driver call of a small load fails once: each time all is freed, and the fault is named."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,7 +103,15 @@ def load_and_close(failing: FailingDriver, subject: Subject, strategy: str) -> N
     code = checksum_code(cache_directory() / "kernels")
     device = CudaDevice(Driver(failing, failing.quick), 0, checksum_code=code)
     try:
-        options = TransferOptions(asked=strategy, chunk_nbytes=CHUNK, workers=2, streams=1)
+        asked, _, fill = strategy.partition(" by ")
+        options = TransferOptions(
+            asked=asked,
+            fill=fill or "threads",
+            chunk_nbytes=CHUNK,
+            workers=2,
+            streams=1,
+            ring_nbytes=8 * CHUNK,
+        )
         transfer = open_transfer(device, options, cores=2)
         try:
             ledger = Ledger(subject.plan)
@@ -129,10 +138,11 @@ def outcome_of(failing: FailingDriver, subject: Subject, strategy: str) -> Ggufd
     return None
 
 
-@pytest.mark.parametrize("strategy", ["ring", "window"])
+@pytest.mark.parametrize("strategy", ["ring", "ring by processes", "window"])
 def test_every_driver_call_may_fail(
-    open_device: Callable[..., CudaDevice], subject: Subject, strategy: str
+    open_device: Callable[..., CudaDevice], subject: Subject, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent")  # processes make no driver calls: start none
     holder = open_device()  # keeps the primary context, so that opening again is cheap
     failing = FailingDriver(holder.driver.api, holder.driver.quick)
     load_and_close(failing, subject, strategy)

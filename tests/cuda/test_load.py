@@ -31,7 +31,16 @@ def subject() -> Iterator[Subject]:
 
 
 def options(**changes: Any) -> TransferOptions:
-    return TransferOptions(**{"asked": "ring", "chunk_nbytes": CHUNK, "workers": 2, "streams": 2, **changes})
+    return TransferOptions(
+        **{
+            "asked": "ring",
+            "chunk_nbytes": CHUNK,
+            "workers": 2,
+            "streams": 2,
+            "ring_nbytes": 8 * CHUNK,
+            **changes,
+        }
+    )
 
 
 def load_once(device: Device, transfer, subject: Subject, **more: Any):
@@ -55,12 +64,14 @@ def assert_device_bytes_are_the_files(device: Device, weights, subject: Subject)
     stream.close()
 
 
-@pytest.mark.parametrize("strategy", ["ring", "window", "touch"])
+@pytest.mark.parametrize(
+    ("strategy", "fill"), [("ring", "threads"), ("ring", "processes"), ("window", "auto"), ("touch", "auto")]
+)
 @pytest.mark.parametrize("verify", [False, True])
 def test_device_bytes_are_the_files(
-    device: CudaDevice, subject: Subject, strategy: str, verify: bool
+    device: CudaDevice, subject: Subject, strategy: str, fill: str, verify: bool
 ) -> None:
-    transfer = open_transfer(device, options(asked=strategy), cores=4)
+    transfer = open_transfer(device, options(asked=strategy, fill=fill), cores=4)
     weights, ledger = load_once(device, transfer, subject, verify=verify)
     assert_device_bytes_are_the_files(device, weights, subject)
     residency = ledger.statistics()
