@@ -18,6 +18,18 @@
 // instance: attention_decode<__nv_bfloat16, 16, 4>
 // instance: attention_decode<__nv_bfloat16, 32, 6>
 
+// Loads that stay where they are written: the compiler moves read-only ones behind the wait for the predecessor.
+__device__ __forceinline__ int load_early(const int *p) {
+    int v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+__device__ __forceinline__ uint4 load_early16(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
 constexpr int DECODE_WARPS = 8;
 constexpr int MIN_TOKENS_A_SPLIT = 128;  // a split's combining costs as much as some tokens more
 
@@ -70,8 +82,25 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) attention_decode(
     const bool live = sub * 8 < head_dim;
     const int *pages = page_table + (size_t)row_span[row] * max_pages;
 
-    // the tables were there before the step began; what earlier kernels of the step wrote comes after this
+    // Keys and values of tokens in [from, to) that this lane's next UNROLL steps look at.
+    uint4 k_bits[UNROLL], v_bits[UNROLL];
+    auto fetch = [&](int base, int from, int to) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            const int token = base + u * STEP + group;
+            if (token < from || token >= to || !live) continue;
+            const size_t at = (((size_t)load_early(pages + token / page_size) * n_kv_heads + kv_head) * page_size + token % page_size) * head_dim + sub * 8;
+            k_bits[u] = load_early16(keys + at);
+            v_bits[u] = load_early16(values + at);
+        }
+    };
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) k_bits[u] = v_bits[u] = make_uint4(0, 0, 0, 0);
+    // tables and earlier tokens were there before the step began: they come while the previous kernels still run
+    const int base0 = begin + warp * GROUPS;
+    fetch(base0, 0, min(end, position));
     pdl_wait();
+    fetch(base0, position, end);  // this row's own key and value
     float query[G][8];
     // scores live in base 2 unless a softcap needs them plain
     const float query_scale = softcap > 0.f ? scale : scale * LOG2E;
@@ -97,16 +126,7 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) attention_decode(
     }
 
     for (int base = begin + warp * GROUPS; base < end; base += STEP * UNROLL) {  // uniform over the warp
-        uint4 k_bits[UNROLL], v_bits[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            const int token = base + u * STEP + group;
-            k_bits[u] = v_bits[u] = make_uint4(0, 0, 0, 0);
-            if (token >= end || !live) continue;
-            const size_t at = (((size_t)pages[token / page_size] * n_kv_heads + kv_head) * page_size + token % page_size) * head_dim + sub * 8;
-            k_bits[u] = *reinterpret_cast<const uint4 *>(keys + at);
-            v_bits[u] = *reinterpret_cast<const uint4 *>(values + at);
-        }
+        if (base != begin + warp * GROUPS) fetch(base, 0, end);
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             const bool seen = base + u * STEP + group < end;
@@ -160,24 +180,32 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) attention_decode(
     }
     __syncthreads();
 
+    __shared__ float fades[DECODE_WARPS][G], sums[G], maxima[G];
+    if (threadIdx.x < G) {
+        const int g = threadIdx.x;
+        float m = -INFINITY, sum = 0.f;
+        for (int w = 0; w < DECODE_WARPS; w++) m = fmaxf(m, shared[(w * G + g) * width + head_dim]);
+        for (int w = 0; w < DECODE_WARPS; w++) {
+            fades[w][g] = exp2f(shared[(w * G + g) * width + head_dim] - m);  // a warp without tokens has -inf: 0
+            sum += shared[(w * G + g) * width + head_dim + 1] * fades[w][g];
+        }
+        maxima[g] = m, sums[g] = sum;
+    }
+    __syncthreads();
+
     const size_t cell = (size_t)blockIdx.z * gridDim.x + blockIdx.x;
     float *my_partial = partial + (cell * n_splits + split) * G * width;
     for (int i = threadIdx.x; i < G * head_dim; i += blockDim.x) {
         const int g = i / head_dim, d = i % head_dim;
-        float m = -INFINITY;
-        for (int w = 0; w < DECODE_WARPS; w++) m = fmaxf(m, shared[(w * G + g) * width + head_dim]);
-        float value = 0.f, sum = 0.f;
-        for (int w = 0; w < DECODE_WARPS; w++) {
-            const float *other = shared + (w * G + g) * width;
-            const float fade = exp2f(other[head_dim] - m);  // a warp without tokens has -inf: 0
-            value += other[d] * fade, sum += other[head_dim + 1] * fade;
-        }
+        float value = 0.f;
+#pragma unroll
+        for (int w = 0; w < DECODE_WARPS; w++) value += shared[(w * G + g) * width + d] * fades[w][g];
         if (active == 1) {
             const size_t at = ((size_t)row * n_heads + first_head + g) * head_dim + d;
-            out[at] = value / sum * (gate ? sigmoid(gate[at]) : 1.f);
+            out[at] = value / sums[g] * (gate ? sigmoid(gate[at]) : 1.f);
         } else {
             my_partial[g * width + d] = value;
-            if (d == 0) my_partial[g * width + head_dim] = m, my_partial[g * width + head_dim + 1] = sum;
+            if (d == 0) my_partial[g * width + head_dim] = maxima[g], my_partial[g * width + head_dim + 1] = sums[g];
         }
     }
     if (active == 1) return;

@@ -67,7 +67,7 @@ class MatmulOptions:
     gemv_tokens: int = 2  # up to so many tokens dp4a, then tensor cores
     # mma_tiled reads weights once for every 64 tokens (H200, 8B Q8_0, 128 tokens: 18.4 ms against 13).
     tiled_tokens: int = 64  # up to so many tokens weights go to registers, then through scratch to cuBLASLt
-    tiled_tokens_bf16: int = 16  # of weights that need no scratch
+    tiled_tokens_bf16: int = 12  # of weights that need no scratch
     activation_bytes: int = 2  # of quantized activations: 1 is a little faster, 2 more exact than bf16
     rings: Mapping[QuantType, tuple[RingVariant, ...]] = field(default_factory=lambda: RINGS)  # others: gemv
     source_elements: int = 12288  # n_tokens * n_in up to which gemv_ring norms and quantizes its input itself

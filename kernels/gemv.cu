@@ -11,7 +11,7 @@
 // instance: gemv<Q4_K, 1, 2, 2, true, 4>
 // instance: gemv<BF16, 1, 4, 1, false, 3>
 // instance: gemv<BF16, 1, 4, 1, true, 3>
-// instance: gemv<Q8_0, 2, 2, 2, false, 4>
+// instance: gemv<Q8_0, 2, 4, 2, false, 3>
 // instance: gemv<F32, 8, 2, 1, false, 1>
 
 #include "gemv.cuh"

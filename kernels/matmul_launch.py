@@ -53,7 +53,7 @@ class GemvBuild:
 def gemv_build(type: QuantType, n_tokens: int) -> GemvBuild:
     """Four rows at once where registers allow share loads of activations (H200, Q8_0: 0.89 for 0.80)."""
     if type is QuantType.Q8_0:
-        return {1: GemvBuild(4, 3), 2: GemvBuild(2, 4)}.get(n_tokens, GemvBuild(2, 2))
+        return {1: GemvBuild(4, 3), 2: GemvBuild(4, 3)}.get(n_tokens, GemvBuild(2, 2))
     if type in (QuantType.F16, QuantType.BF16) and n_tokens <= 2:
         return GemvBuild(4, 3 if n_tokens == 1 else 2)
     if n_tokens == 1:
