@@ -1,10 +1,10 @@
 """A laboratory of ways from the page cache to the GPU, each on the same file in one run, against the link.
 
-    python benchmarks/ring_lab.py MODEL [--layers N] [--sections link naive ours batch window kept fixed]
+    python benchmarks/ring_lab.py MODEL [--layers N] [--sections link fixed crewed threads window kept naive]
 
-Yardsticks first: the link's peak and a plain ring (threads that touch, copy, queue, wait; nothing else).
-Then ours over workers, streams, slot sizes and batches; registered windows by hand and ours; where the fixed
-time of a load goes. Wants a file of 8 GB or more in the page cache; a minute at most. Prints a table.
+The link's peak first, then where the fixed time of a load goes; the ring filled by processes over its sizes;
+filled by threads; registered windows by hand and ours; a kept registration; last a plain ring (threads that
+touch, copy, queue, wait; nothing else). Wants a file of 8 GB or more in the page cache. Prints a table.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from streamer.bench.cold import warm
@@ -27,13 +27,31 @@ from streamer.device.base import CopyKind
 from streamer.device.cuda import CudaDevice, open_cuda
 from streamer.kernels.checksum import checksum_code
 from streamer.load.pipeline import load
+from streamer.load.weights import ResidentWeights
 from streamer.residency.ledger import Ledger
+from streamer.transfer import crew_child
 from streamer.transfer.base import MIB, Transfer
+from streamer.transfer.crewed_ring import CHILD_WAYS, CrewedRing
 from streamer.transfer.pinned_ring import PinnedRing
 from streamer.transfer.registered_window import RegisteredWindow
+from streamer.transfer.source_policy import Way
 
 GIB = 1 << 30
-WORKERS = (4, 6, 8, 10, 12, 14)
+#            processes, MiB of ring, chunks a copy, MiB a piece
+CREWS = (
+    (12, 128, 4, 4),
+    (10, 128, 4, 4),
+    (14, 128, 4, 4),
+    (8, 128, 4, 4),
+    (12, 64, 4, 4),
+    (12, 192, 4, 4),
+    (12, 128, 2, 4),
+    (12, 192, 8, 4),
+    (12, 128, 4, 2),
+    (12, 64, 2, 2),
+)
+THREADS = ((8, 4), (12, 8), (14, 8))  # threads, MiB of a slot
+WINDOWS = ((64, 4, 8), (64, 4, 16), (128, 2, 16), (32, 6, 8))  # MiB, windows, chunks a copy
 
 
 @dataclass
@@ -44,24 +62,25 @@ class Lab:
     subject: Subject  # chunks of 4 MiB
     large: Subject  # the same in chunks of 8 MiB
     peak: float = 0.0  # GB/s of the link
-    best: dict[str, int] = field(default_factory=dict)
 
     def tell(self, what: str, nbytes: int, wall_s: float, cpu_s: float, more: str = "") -> float:
         rate = nbytes / wall_s / 1e9
         share = rate / self.peak if self.peak else 1.0
         print(
-            f"{what:<46}{rate:8.2f} GB/s {share:6.3f} {cpu_s / (nbytes / GIB):7.3f} CPU-s/GiB {more}",
+            f"{what:<58}{rate:8.2f} GB/s {share:6.3f} {cpu_s / (nbytes / GIB):7.3f} CPU-s/GiB {more}",
             flush=True,
         )
         return rate
 
     def best_of(self, what: str, nbytes: int, body: Callable[[], object], repeats: int = 2) -> float:
-        """Run and tell the fastest."""
+        """Run and tell the fastest. What the body returns is closed outside its time."""
         found = []
         for _ in range(repeats):
             cpu_s, wall_s = cpu_seconds(), time.perf_counter()
-            body()
+            result = body()
             found.append((time.perf_counter() - wall_s, cpu_seconds() - cpu_s))
+            if isinstance(result, ResidentWeights):
+                result.close()
         return self.tell(what, nbytes, *min(found))
 
 
@@ -70,16 +89,13 @@ class Lab:
 
 def link(lab: Lab) -> None:
     """Pinned copies, one after the other."""
-    device, total = lab.device, 4 * GIB
+    device, total = lab.device, 8 * GIB
     pinned, buffer = device.allocate_pinned(128 * MIB), device.allocate(128 * MIB)
     streams = [device.create_stream(f"link {i}") for i in range(2)]
     try:
         for chunk, count in (
             (64 * MIB, 1),
-            (64 * MIB, 1),
             (4 * MIB, 1),
-            (4 * MIB, 2),
-            (8 * MIB, 1),
             (16 * MIB, 1),
         ):
             used = streams[:count]
@@ -108,11 +124,8 @@ def link(lab: Lab) -> None:
 
 def naive(lab: Lab) -> None:
     """The yardstick: threads own two slots each and go over the file in strides."""
-    for workers in (8, 12, 14):
-        _naive(lab, workers, 4 * MIB, read=False)
-    _naive(lab, 8, 8 * MIB, read=False)
-    for workers in (8, 12, 14):
-        _naive(lab, workers, 4 * MIB, read=True)
+    _naive(lab, 14, 4 * MIB, read=False)
+    _naive(lab, 14, 4 * MIB, read=True)
 
 
 def _naive(lab: Lab, workers: int, slot: int, *, read: bool) -> None:
@@ -167,20 +180,9 @@ def _threads(count: int, work: Callable[[int], None]) -> None:
 # ---- our loads ---------------------------------------------------------------------------------------------
 
 
-def run(
-    lab: Lab, subject: Subject, transfer: Transfer, device: Any = None, ledger: Ledger | None = None
-) -> None:
-    weights = asyncio.run(
-        load(
-            subject.plan,
-            subject.directory,
-            device or lab.device,
-            transfer,
-            ledger or Ledger(subject.plan),
-            sources=subject.mappings,
-        )
-    )
-    weights.close()
+def run(lab: Lab, subject: Subject, transfer: Transfer) -> ResidentWeights:
+    plan, ledger = subject.plan, Ledger(subject.plan)
+    return asyncio.run(load(plan, subject.directory, lab.device, transfer, ledger, sources=subject.mappings))
 
 
 @contextlib.contextmanager
@@ -192,54 +194,49 @@ def opened(transfer: Any) -> Iterator[Any]:
         transfer.close()
 
 
-def ring(lab: Lab, workers: int, streams: int, slot: int, slots: int = 2, batch: int = 4) -> float:
-    subject = lab.subject if slot == 4 else lab.large
-    options = {"workers": workers, "streams": streams, "slots_per_worker": slots, "batch": batch}
-    with opened(PinnedRing(lab.device, chunk_nbytes=slot * MIB, **options)) as transfer:
-        name = f"ours, {workers} workers x {slots} of {slot} MiB, {streams} str., batch {batch}"
-        return lab.best_of(name, subject.nbytes, lambda: run(lab, subject, transfer))
+def crew(lab: Lab, processes: int, ring: int, batch: int, piece: int, more: str = "") -> None:
+    with opened(
+        CrewedRing(
+            lab.device,
+            processes=processes,
+            chunk_nbytes=4 * MIB,
+            ring_nbytes=ring * MIB,
+            batch=batch,
+            piece_nbytes=piece * MIB,
+        )
+    ) as transfer:
+        name = f"{processes} processes, {ring} MiB, {batch} chunks a copy, pieces of {piece}{more}"
+        lab.best_of(name, lab.subject.nbytes, lambda: run(lab, lab.subject, transfer))
 
 
-def ours(lab: Lab) -> None:
+def crewed(lab: Lab) -> None:
+    """The ring filled by processes; the last with preadv instead of touch and memcpy."""
     warm(lab.subject.mappings)
-    rates = {}
-    for slot, streams in ((4, 1), (4, 2), (8, 1)):
-        for workers in WORKERS:
-            if workers * slot * 2 <= 192:
-                rates[workers, streams, slot] = ring(lab, workers, streams, slot)
-    lab.best = dict(zip(("workers", "streams", "slot"), max(rates, key=lambda k: rates[k]), strict=True))
+    for shape in CREWS:
+        crew(lab, *shape)
+    CHILD_WAYS[Way.MAP] = crew_child.READ
+    crew(lab, *CREWS[0], more=", preadv")
+    CHILD_WAYS[Way.MAP] = crew_child.MAP
 
 
-def batch(lab: Lab) -> None:
-    """Around the best of `ours`."""
-    best = lab.best or {"workers": 12, "streams": 1, "slot": 4}
-    for chunks in (1, 2, 8, 16):
-        ring(lab, **best, batch=chunks)
-    ring(lab, **best, slots=3)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    print("with a switch interval of 0.1 ms:")
-    ring(lab, **best)
-    sys.setswitchinterval(before)
+def threads(lab: Lab) -> None:
+    """The ring filled by threads."""
+    warm(lab.subject.mappings)
+    for workers, slot in THREADS:
+        subject = lab.subject if slot == 4 else lab.large
+        with opened(PinnedRing(lab.device, chunk_nbytes=slot * MIB, workers=workers)) as transfer:
+            name = f"{workers} threads x 2 of {slot} MiB"
+            lab.best_of(name, subject.nbytes, lambda t=transfer, s=subject: run(lab, s, t))  # type: ignore[misc]
 
 
 # ---- windows -----------------------------------------------------------------------------------------------
 
 
 def window(lab: Lab) -> None:
-    for size in (16, 64, 128, 256):
-        _sequence(lab, size * MIB)
-    for size in (32, 64, 128):
+    _sequence(lab, 128 * MIB)
+    for size in (64, 128):
         _two_threads(lab, size * MIB)
-    for size, count, chunks in (
-        (64, 1, 8),
-        (64, 2, 8),
-        (64, 3, 8),
-        (128, 1, 16),
-        (128, 2, 16),
-        (32, 4, 8),
-        (256, 1, 16),
-    ):
+    for size, count, chunks in WINDOWS:
         options = {"window_nbytes": size * MIB, "max_windows": count, "batch": chunks}
         transfer = RegisteredWindow(lab.device, chunk_nbytes=4 * MIB, **options)
         name = f"our windows, {count} of {size} MiB, batch {chunks}"
@@ -315,15 +312,16 @@ def _two_threads(lab: Lab, size: int) -> None:
 
 
 def kept(lab: Lab) -> None:
-    for chunks in (1, 4, 8, 16):
+    for chunks in (8, 16):
         transfer = RegisteredWindow(lab.device, chunk_nbytes=4 * MIB, batch=chunks, keep=True)
-        name = f"kept, batch {chunks}"
-        lab.best_of(
-            f"{name}, registering", lab.subject.nbytes, lambda t=transfer: run(lab, lab.subject, t), 1
-        )  # type: ignore[misc]
-        lab.best_of(name, lab.subject.nbytes, lambda t=transfer: run(lab, lab.subject, t), 3)  # type: ignore[misc]
-        if chunks == 8:
-            breakdown(lab, transfer, "kept")
+        for name, repeats in (("registering", 1), ("reload", 3)):
+            lab.best_of(
+                f"kept, {name}, batch {chunks}",
+                lab.subject.nbytes,
+                lambda t=transfer: run(lab, lab.subject, t),  # type: ignore[misc]
+                repeats,
+            )
+        breakdown(lab, transfer, f"kept, batch {chunks}")
         transfer.close()
 
 
@@ -369,7 +367,7 @@ def breakdown(lab: Lab, transfer: Transfer, name: str) -> None:
     device, ledger = Watched(lab.device), Noting(lab.subject.plan)
     started_s = time.perf_counter()
     weights = asyncio.run(
-        load(lab.subject.plan, lab.subject.directory, device, transfer, ledger, sources=lab.subject.mappings)  # type: ignore[arg-type]
+        load(lab.subject.plan, lab.subject.directory, device, transfer, ledger, sources=lab.subject.mappings)
     )
     ended_s = time.perf_counter()
     weights.close()
@@ -389,26 +387,24 @@ def breakdown(lab: Lab, transfer: Transfer, name: str) -> None:
 
 
 def fixed(lab: Lab) -> None:
-    best = lab.best or {"workers": 12, "streams": 1, "slot": 4}
-    with opened(
-        PinnedRing(lab.device, workers=best["workers"], chunk_nbytes=4 * MIB, streams=best["streams"])
-    ) as it:
-        breakdown(lab, it, "ring")
-        breakdown(lab, it, "ring again")
     device = lab.device
-    spent: dict[str, float] = {}
-    for count, size in ((1, 112), (14, 8), (28, 4)):
-        name = f"pinning {count} x {size} MiB"
-        spent[name] = spent["freeing " + name] = 0.0
-        with _timed(spent, name):
-            pinned = [device.allocate_pinned(size * MIB) for _ in range(count)]
-        with _timed(spent, "freeing " + name):
-            for owned in pinned:
-                owned.close()
-    spent |= dict.fromkeys(("streams", "closing them", "an empty loop", "14 threads"), 0.0)
-    with _timed(spent, "streams"):
-        streams = [device.create_stream(f"s{i}") for i in range(3)]
+    spent = dict.fromkeys(("the crew and its ring", "closing them", "28 slots of 4 MiB", "freeing them"), 0.0)
+    transfer = CrewedRing(device, processes=12, chunk_nbytes=4 * MIB, ring_nbytes=128 * MIB)
+    with _timed(spent, "the crew and its ring"):
+        transfer.prepare()
+    for name in ("12 processes, at once", "12 processes, again"):
+        breakdown(lab, transfer, name)
     with _timed(spent, "closing them"):
+        transfer.close()
+    with _timed(spent, "28 slots of 4 MiB"):
+        pinned = [device.allocate_pinned(4 * MIB) for _ in range(28)]
+    with _timed(spent, "freeing them"):
+        for owned in pinned:
+            owned.close()
+    spent |= dict.fromkeys(("3 streams", "closing the streams", "an empty loop", "14 threads"), 0.0)
+    with _timed(spent, "3 streams"):
+        streams = [device.create_stream(f"s{i}") for i in range(3)]
+    with _timed(spent, "closing the streams"):
         for stream in streams:
             stream.close()
     with _timed(spent, "an empty loop"):
@@ -420,12 +416,12 @@ def fixed(lab: Lab) -> None:
 
 SECTIONS: dict[str, Callable[[Lab], None]] = {
     "link": link,
-    "naive": naive,
-    "ours": ours,
-    "batch": batch,
+    "fixed": fixed,
+    "crewed": crewed,
+    "threads": threads,
     "window": window,
     "kept": kept,
-    "fixed": fixed,
+    "naive": naive,
 }
 
 
