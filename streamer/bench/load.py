@@ -81,6 +81,7 @@ TABLE: Mapping[str, tuple[str, str, str | None]] = {
     "touch_ratio": ("  touched of untouched", "", "> 1"),
     "ready_file_gb": ("weights of the daemon's file", "GB", None),
     "cuda_start_s": ("cuInit and context", "s", None),
+    "ready_first_s": ("exec to READY, kernels not compiled", "s", None),
     "ready_s": ("exec to READY", "s", None),
     "ready_floor_s": ("  floor: start + bytes / link", "s", None),
     "ready_ratio": ("  of the floor", "", "<= 1.6"),
