@@ -6,6 +6,8 @@ killed at any moment, once nobody relies on what it was copying.
 """
 
 import contextlib
+import ctypes
+import errno
 import logging
 import os
 import select
@@ -24,6 +26,17 @@ log = logging.getLogger("ggufd.transfer")
 
 END_S = 1.0  # a killed process is gone sooner, unless storage holds it: then it goes when storage answers
 _COLLECTED = 512  # records read at once
+
+# Pipes that never make us wait are used with the interpreter lock held: to get it back may take a millisecond
+# beside a thread that computes.
+_quick = ctypes.PyDLL(None, use_errno=True)
+_quick.read.argtypes = _quick.write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+_quick.read.restype = _quick.write.restype = ctypes.c_ssize_t
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
 
 
 class Job(NamedTuple):
@@ -58,6 +71,7 @@ class Crew:
         self._files: list[socket.socket] = []  # one a process: where it is handed descriptors
         self._introduced: list[Source] = []
         self._jobs = self._done = -1
+        self._records = ctypes.create_string_buffer(DONE.size * _COLLECTED)
 
     @property
     def is_open(self) -> bool:
@@ -105,17 +119,18 @@ class Crew:
         """Queue jobs, in order. OSError when nobody is left to take them."""
         records = [JOB.pack(*job) for job in jobs]
         for first in range(0, len(records), RECORDS):
-            os.write(self._jobs, b"".join(records[first : first + RECORDS]))
+            part = b"".join(records[first : first + RECORDS])
+            if _quick.write(self._jobs, part, len(part)) < 0:
+                raise _error()
 
     def collect(self) -> list[Done]:
         """What has been done since. OSError when nobody is left."""
-        try:
-            records = os.read(self._done, DONE.size * _COLLECTED)
-        except BlockingIOError:
+        count = _quick.read(self._done, self._records, len(self._records))
+        if count < 0 and ctypes.get_errno() == errno.EAGAIN:
             return []
-        if not records:
-            raise BrokenPipeError("the staging processes have ended")
-        return [Done(*record) for record in DONE.iter_unpack(records)]
+        if count <= 0:
+            raise _error() if count else BrokenPipeError("the staging processes have ended")
+        return [Done(*record) for record in DONE.iter_unpack(memoryview(self._records)[:count])]
 
     def wait(self, seconds: float) -> bool:
         """Until something is done, or the time is over (False)."""
@@ -123,8 +138,9 @@ class Crew:
         poller.register(self._done, select.POLLIN)
         return bool(poller.poll(seconds * 1e3))
 
-    def close(self) -> None:
-        """Kill the processes and wait for their end. Idempotent."""
+    def close(self) -> bool:
+        """Kill the processes and wait for their end; False if one is still inside a read. Idempotent."""
+        are_gone = True
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -132,6 +148,7 @@ class Crew:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
                 log.warning("event=staging_process_stays pid=%d", process.pid)
+                are_gone = False
         for files in self._files:
             files.close()
         for descriptor in (self._jobs, self._done):
@@ -139,6 +156,7 @@ class Crew:
                 os.close(descriptor)
         self._processes, self._files, self._introduced = [], [], []
         self._jobs = self._done = -1
+        return are_gone
 
     def _spawn(self, number: int, jobs: int, done: int, memory: int, nbytes: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -55,8 +55,9 @@ class Region:
     """A batch in the ring, in the file's own alignment. `left`: pieces not yet there."""
 
     batch: Batch
-    way: Way
-    start: int  # of its first byte, counted from the ring's begin
+    nbytes: int
+    way: Way = Way.MAP
+    start: int = 0  # of its first byte, counted from the ring's begin
     left: int = 0
     event: Event | None = None
 
@@ -199,7 +200,8 @@ class Conductor:
         self._piece_nbytes = piece_nbytes
         self._most = max(self._space.nbytes // 4, least_nbytes) - PAGE_NBYTES  # bytes of a region
         self._file = crew.introduce(run.sources) if crew.is_open else 0  # index of the first source
-        self._waiting: Batch = ()  # taken, but there was no room yet
+        self._waiting: Batch = ()  # taken, and not yet cut
+        self._next: Region | None = None  # cut, but there was no room yet
         self._staging: deque[Region] = deque()  # oldest first
         self._uploading: deque[Region] = deque()
         self._pieces: dict[int, tuple[Region, Piece]] = {}  # given to the crew, by token
@@ -260,9 +262,9 @@ class Conductor:
                     for start, move in zip(starts, region.batch, strict=True)
                 ]
             with self._blamed(region):
-                nbytes, stream = span_nbytes(region.batch), run.streams[0]
+                stream = run.streams[0]
                 run.device.upload(
-                    first.buffer, first.offset, address, nbytes, stream=stream, kind=CopyKind.WEIGHTS
+                    first.buffer, first.offset, address, region.nbytes, stream=stream, kind=CopyKind.WEIGHTS
                 )
                 region.event = stream.record()
             for move, checksum in zip(region.batch, checksums, strict=True):
@@ -285,33 +287,38 @@ class Conductor:
         return settled
 
     def _stage(self) -> bool:
-        """Give the next batch's pieces to the crew, if there is a batch and room."""
-        batch = self._waiting or self._run.feed.get_nowait()
-        if batch is None:
+        """Give the next region's pieces to the crew, if there is one and room for it."""
+        run, region = self._run, self._next or self._cut()
+        if region is None:
             return False
-        first = batch[0].chunk
-        count = max(1, sum(span_nbytes(batch[: i + 1]) <= self._most for i in range(len(batch))))
-        now, self._waiting = batch[:count], batch[count:]
-        nbytes, shift = span_nbytes(now), first.file_offset % PAGE_NBYTES
-        pages = -(-(shift + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        self._next = region
+        first = region.batch[0].chunk
+        offset, shift = first.file_offset, first.file_offset % PAGE_NBYTES
+        pages = -(-(shift + region.nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         begin = self._space.take(pages) if len(self._space) < MAX_REGIONS else None
         if begin is None:
-            self._waiting = batch
             return False
-        run = self._run
-        try:
-            way = choose_way(
-                run.sources[first.shard], first.file_offset, nbytes, mapping_is_safe=True
-            )  # a process of the crew may die of it, we do not
-        except GgufdError as error:
-            raise run.hooks.blame(now[0], error) from error
-        if way is Way.READ_DROP:
-            read_no_further(run.sources[first.shard])  # the processes share the descriptor
-        run.hooks.read(nbytes, way.origin)
-        region = Region(now, way, begin + shift)
+        self._next, region.start = None, begin + shift
+        source = run.sources[first.shard]
+        with self._blamed(region):  # a process of the crew may die of the mapping: we do not
+            region.way = choose_way(source, offset, region.nbytes, mapping_is_safe=True)
+        if region.way is Way.READ_DROP:
+            read_no_further(source)  # the processes share the descriptor
+        run.hooks.read(region.nbytes, region.way.origin)
         self._staging.append(region)
-        self._give(region, list(pieces_of(first.file_offset, nbytes, region.start, self._piece_nbytes)))
+        self._give(region, list(pieces_of(offset, region.nbytes, region.start, self._piece_nbytes)))
         return True
+
+    def _cut(self) -> Region | None:
+        """As much of the next batch as a region may hold."""
+        batch = self._waiting or self._run.feed.get_nowait()
+        if batch is None:
+            return None
+        count = len(batch)
+        while count > 1 and span_nbytes(batch[:count]) > self._most:
+            count -= 1
+        self._waiting = batch[count:]
+        return Region(batch[:count], span_nbytes(batch[:count]))
 
     # ---- details
 
@@ -336,7 +343,9 @@ class Conductor:
     def _take_over(self) -> None:
         """The crew is broken: end it, then do what it has not done."""
         log.warning("event=staging_processes_lost pieces=%d", len(self._pieces))
-        self._crew.close()
+        if not self._crew.close():  # it may still write to the ring: what lies there cannot be trusted
+            with self._blamed(self._staging[0]):
+                raise DeviceError("staging process", "does not end", "storage does not answer")
         for region, piece in self._pieces.values():
             self._copy(region, piece)
             region.left -= 1

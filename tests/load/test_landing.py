@@ -60,7 +60,8 @@ def test_weights_are_rearranged_after_their_proof(tmp_path, strategy: str, room:
     transfer = make_transfer(strategy, device)
     weights, ledger = run_load(model, device, transfer, finisher=finisher, verify=True)
     assert_inverted(model, weights)
-    assert finisher.finished == [w.name for w in model.plan.weights if w.layout is Layout.PLANES]
+    planes = [w.name for w in model.plan.weights if w.layout is Layout.PLANES]
+    assert sorted(finisher.finished) == sorted(planes)  # two workers may queue neighbours in either order
     assert ledger.statistics().verified
     weights.close()
     transfer.close()
