@@ -6,6 +6,7 @@ Only the ids are made up.
 import asyncio
 import json
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -232,10 +233,16 @@ class Server:
         return answer
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that must happen; the test's timeout bounds it."""
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110 - any condition
-                await asyncio.sleep(0.001)
+        """Wait for something that must happen; what every task waits for is told when it does not."""
+        try:
+            async with asyncio.timeout(20):
+                while not condition():  # noqa: ASYNC110 - any condition
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            for task in asyncio.all_tasks():
+                task.print_stack()
+            print(self.engine.ended, self.engine.asked, file=sys.stderr)
+            raise
 
 
 def residency(with_layers: bool) -> dict[str, Any]:
