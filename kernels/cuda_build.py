@@ -158,7 +158,8 @@ def survey(
     for shape in _shapes(limits, layouts):
         ops.begin(shape, ResultLayout(shape.layout.shape.n_logits), stream=0)
         model.forward(ops)
-    counts = dict(attention.head_counts)
+    most = max(attention.head_counts.values(), default=0)  # for layers that the dry run left out
+    counts = {kv.layer: attention.head_counts.get(kv.layer, most) for kv in layout.kv}
     sizes = workspace_sizes(
         n_embd=n_embd,
         n_vocab=model.n_vocab,

@@ -1,5 +1,7 @@
 """What a CUDA executor will need, before there is a device: a dry run of the model. Pure."""
 
+from dataclasses import fields, is_dataclass, replace
+
 from streamer.errors import GGUFError
 from streamer.gguf.directory import Directory
 from streamer.gguf.quants import QuantType
@@ -7,6 +9,7 @@ from streamer.kernels.cuda_build import Survey, survey
 from streamer.kernels.cuda_limits import Limits
 from streamer.kernels.cuda_matmul import MatmulOptions, ResidentWeight
 from streamer.kernels.ops import Weight
+from streamer.models.blocks import Decoder, Sublayer
 from streamer.models.registry import Architecture
 from streamer.plan.layouts import cuda_layout
 from streamer.plan.plan import Layout
@@ -47,7 +50,7 @@ def survey_model(
         for name, info in infos.items()
     }
     return survey(
-        architecture.bind(weights),
+        one_of_a_kind(architecture.bind(weights)),
         architecture.cache_layout(),
         sorted({_product_type(w) for w in weights.values() if len(w.shape) > 1}),
         limits,
@@ -57,6 +60,25 @@ def survey_model(
         kv_type=kv_type,
         options=MATMUL,
     )
+
+
+def one_of_a_kind(model: Decoder) -> Decoder:
+    """The model with one sublayer of each shape: the others would ask for nothing new."""
+    kinds: dict[object, Sublayer] = {}
+    for sublayer in model.sublayers:
+        kinds.setdefault(_shape_of(sublayer), sublayer)
+    return replace(model, sublayers=tuple(kinds.values()))
+
+
+def _shape_of(part: object) -> object:
+    """What two parts of a model must share to need the same kernels and memory: all but names and layers."""
+    if isinstance(part, Weight):
+        return part.type, part.shape
+    if isinstance(part, tuple):
+        return tuple(_shape_of(x) for x in part)
+    if is_dataclass(part):
+        return type(part), *(_shape_of(getattr(part, f.name)) for f in fields(part) if f.name != "layer")
+    return part
 
 
 def _product_type(weight: Weight) -> QuantType:
