@@ -43,6 +43,13 @@ class Meddling(HostDevice):
         super().upload(buffer, offset, source, nbytes, stream=stream, kind=kind)
 
 
+@pytest.fixture
+def crew():
+    """Living children that the test itself started: daemons of other tests may be there too."""
+    before = set(children())
+    return lambda: [pid for pid in children() if pid not in before]
+
+
 # ---- the pure parts
 
 
@@ -114,14 +121,14 @@ def kill_all(transfer) -> None:
 
 
 @pytest.mark.parametrize("meddle", [lose_a_job, kill_all])
-def test_processes_that_are_killed_are_replaced_by_the_conductor(tmp_path, caplog, meddle) -> None:
+def test_processes_that_are_killed_are_replaced_by_the_conductor(tmp_path, crew, caplog, meddle) -> None:
     model, device = noisy_model(tmp_path), Meddling(3, link_bytes_per_s=50e6)
     transfer = make_transfer("crewed", device)
     device.meddle = lambda source, nbytes: meddle(transfer)
     weights, _ = run_load(model, device, transfer)
     assert_exact(model, device, weights)
     assert "event=staging_processes_lost" in caplog.text
-    assert not children()
+    assert not crew()
     again, _ = run_load(model, device, transfer)  # with a new crew
     assert_exact(model, device, again)
     weights.close()
@@ -139,26 +146,26 @@ def test_without_processes_the_conductor_copies(tmp_path, caplog, monkeypatch) -
     device.close()
 
 
-def test_no_process_outlives_the_load(tmp_path) -> None:
+def test_no_process_outlives_the_load(tmp_path, crew) -> None:
     model, device = noisy_model(tmp_path, 2), HostDevice()
     transfer = make_transfer("crewed", device)
     transfer.prepare()
-    assert len(children()) == 2
+    assert len(crew()) == 2
     weights, _ = run_load(model, device, transfer)
-    assert not children()
+    assert not crew()
     weights.close()
     transfer.close()
     assert_nothing_held(device)
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_a_file_truncated_meanwhile_is_noticed_and_named(tmp_path, verify: bool) -> None:
+def test_a_file_truncated_meanwhile_is_noticed_and_named(tmp_path, crew, verify: bool) -> None:
     model, device = noisy_model(tmp_path, 40), Meddling(2, link_bytes_per_s=50e6)
     device.meddle = lambda source, nbytes: os.truncate(model.path, 100)
     with pytest.raises(FileChangedError, match="truncated"):
         run_load(model, device, make_transfer("crewed", device), verify=verify)
     assert_nothing_held(device)
-    assert not children()
+    assert not crew()
 
 
 def test_a_byte_flipped_in_the_ring_is_found_and_named(tmp_path) -> None:
@@ -188,12 +195,12 @@ def test_a_smaller_ring_with_a_warning(tmp_path, caplog) -> None:
     device.close()
 
 
-def test_no_pinned_memory_at_all_is_an_error(tmp_path) -> None:
+def test_no_pinned_memory_at_all_is_an_error(tmp_path, crew) -> None:
     model, device = noisy_model(tmp_path), HostDevice(pinned_limit=100)
     with pytest.raises(DeviceMemoryError, match="pinned memory: asked"):
         run_load(model, device, make_transfer("crewed", device))
     assert_nothing_held(device)
-    assert not children()
+    assert not crew()
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -222,17 +229,17 @@ def test_a_cold_file_is_read_around_or_dropped_from_the_page_cache(tmp_path, dir
         device.close()
 
 
-def test_files_of_the_caller_stay_known_to_the_processes(tmp_path) -> None:
+def test_files_of_the_caller_stay_known_to_the_processes(tmp_path, crew) -> None:
     model, device = noisy_model(tmp_path), HostDevice()
     transfer = make_transfer("crewed", device)
     with Mapping(model.directory.shards[0]) as source:
         for _ in range(2):
             weights, _ = run_load(model, device, transfer, sources=[source])
             assert_exact(model, device, weights)
-            assert len(children()) == 2
+            assert len(crew()) == 2
             weights.close()
         transfer.close()
-    assert not children()
+    assert not crew()
     assert_nothing_held(device)
 
 
