@@ -55,6 +55,7 @@ STOP_S = 1.8  # from SIGTERM during a load until the process is gone, whatever h
 FREE_S = 10.0  # the same after a drain
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SWITCH_S = 0.001  # a thread that wants the interpreter lock waits no longer; Python's 5 ms are a whole step
+ECHO_S = 1.0  # a signal held before the loop ran may be told again by the loop: not a second one
 FAREWELL_S = 1.0  # probes and error events say "failed" that long before a failed process goes
 
 
@@ -125,6 +126,7 @@ class Daemon:
         self._hangup = asyncio.Event()
         for number in SIGNALS:
             self._loop.add_signal_handler(number, self._signalled, number)
+        self._echo_until_s = self._loop.time() + ECHO_S if early else 0.0
         for held in early:
             self._signalled(held)
         try:
@@ -288,10 +290,7 @@ class Daemon:
         return True
 
     async def _replace_model(self, old: Runtime) -> None:
-        """Finish what runs, free the old model, load the new file.
-
-        Requests meanwhile hear that it is loading.
-        """
+        """Finish what runs, free the old model, load the new file; requests hear that it is loading."""
         log_event(logger, logging.INFO, "the model file has changed")
         self._state.status = "loading"
         await old.engine.drain(self._config.drain_timeout)
@@ -309,25 +308,27 @@ class Daemon:
             self._hangup.set()
             return
         if self._ending.done():  # the second signal: at once, by the signal itself
+            if self._loop.time() < self._echo_until_s:
+                return
             self._listening.close()
             self._loop.remove_signal_handler(number)
             os.kill(os.getpid(), number)
         self._end(number)
 
     def _engine_failed(self, error: Exception) -> None:
-        """On the engine's thread; every request has got its end."""
+        """On the engine's thread, before any request hears of it."""
         self._loop.call_soon_threadsafe(self._end, error)
 
     def _end(self, cause: int | Exception) -> None:
-        if not self._ending.done():
-            self._ending.set_result(cause)
+        if self._ending.done():
+            return
+        self._was_ready = self._state.status == "ready"
+        if isinstance(cause, Exception):  # at once: whose request ends by it must not find "ready"
+            self._state.status = "failed"
+        self._ending.set_result(cause)
 
     def _announce_end(self, cause: int | Exception) -> threading.Timer:
-        """From now on nothing says ready.
-
-        The timer ends the process when something hangs; cancel it at the end.
-        """
-        was_ready = self._state.status == "ready"
+        """From now on nothing says ready. The timer ends the process when something hangs."""
         failed = isinstance(cause, Exception)
         if isinstance(cause, Exception):
             self._ledger.fail(cause)
@@ -335,7 +336,7 @@ class Daemon:
             log_event(logger, logging.INFO, "stopping", signal=signal.Signals(cause).name)
         self._ledger.drain()
         self._state.status = "failed" if failed else "draining"
-        patience_s = self._config.drain_timeout + FREE_S if was_ready else STOP_S
+        patience_s = self._config.drain_timeout + FREE_S if self._was_ready else STOP_S
         self._notifier.stopping(f"failed: {cause}" if failed else "draining", extend_s=patience_s)
         alarm = threading.Timer(patience_s, self._give_up)
         alarm.daemon = True

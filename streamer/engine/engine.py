@@ -28,7 +28,7 @@ class Engine:
 
     `snapshots` is given exactly when the model has recurrent state; its slots lie above
     `options.max_sequences`. `weight_h2d_bytes()` is the device's count of weight bytes sent while serving.
-    `on_failure(error)` is called on the engine's thread, after every request got its FinishEvent, when the
+    `on_failure(error)` is called on the engine's thread, before any request gets its FinishEvent, when the
     device or the engine itself has failed.
     """
 
@@ -213,9 +213,11 @@ class Engine:
             self._refusal = f"the engine has failed: {self.failed}"
         for sequence in list(self._live.values()):
             self._steps.outcomes.abandon(sequence, self.failed)
-        self._send()
-        if self._on_failure is not None:
-            self._on_failure(error)
+        try:
+            if self._on_failure is not None:
+                self._on_failure(error)
+        finally:
+            self._send()
 
     def _send(self) -> None:
         """All events of the turn, in one call a loop (there is one loop but in tests)."""
