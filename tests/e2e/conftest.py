@@ -71,6 +71,9 @@ class Daemon:
             connection.request(method, route, data, headers)
             response = connection.getresponse()
             return Answer(response.status, response.headers, response.read())
+        except ConnectionError as error:
+            about = f"exit code {self.process.poll()}, log: {self.text[-2000:]}"
+            raise type(error)(f"{error}; {about}") from error
         finally:
             connection.close()
 
