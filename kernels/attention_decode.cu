@@ -16,6 +16,7 @@
 // Instances that are compiled ahead in tests; a model's own are compiled when it is loaded:
 // instance: attention_decode<__nv_bfloat16, 8, 3>
 // instance: attention_decode<__nv_bfloat16, 16, 4>
+// instance: attention_decode<__nv_bfloat16, 16, 8>
 // instance: attention_decode<__nv_bfloat16, 32, 6>
 
 // Loads that stay where they are written: the compiler moves read-only ones behind the wait for the predecessor.
@@ -51,10 +52,10 @@ __device__ __forceinline__ void merge(Running (&state)[G], float (&acc)[G][8], c
 
 template <typename T, int LANES, int G>
 __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) attention_decode(
-    const float *__restrict__ q, float *__restrict__ out, const float *__restrict__ gate, const T *__restrict__ keys,
-    const T *__restrict__ values, const int *__restrict__ page_table, const int *__restrict__ rows,
-    const int *__restrict__ row_span, const int *__restrict__ positions, float *__restrict__ partial,
-    unsigned *__restrict__ counters, int parts, int head_dim, int page_size, int max_pages, float scale, float softcap,
+    const float *q, float *__restrict__ out, const float *gate, const T *keys,
+    const T *values, const int *page_table, const int *rows,
+    const int *row_span, const int *positions, float *partial,
+    unsigned *counters, int parts, int head_dim, int page_size, int max_pages, float scale, float softcap,
     int sliding_window) {
     pdl_launch();
     constexpr int GROUPS = 32 / LANES;           // tokens a warp looks at together

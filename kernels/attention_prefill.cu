@@ -17,8 +17,8 @@ constexpr int TILE_ROWS = 64;
 
 template <typename T, int HD, int BN>
 __global__ void __launch_bounds__(128) attention_prefill(
-    const float *__restrict__ q, float *__restrict__ out, const float *__restrict__ gate, const T *__restrict__ keys,
-    const T *__restrict__ values, const int *__restrict__ page_table, const int4 *__restrict__ tiles, int n_heads,
+    const float *q, float *__restrict__ out, const float *gate, const T *keys,
+    const T *values, const int *page_table, const int4 *tiles, int n_heads,
     int n_kv_heads, int head_dim, int page_size, int max_pages, float scale, float softcap, int sliding_window) {
     pdl_wait();
     pdl_launch();

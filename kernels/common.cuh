@@ -11,6 +11,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 
 // Programmatic dependent launch: a kernel launched with the attribute may start before its predecessor ended;
 // nothing written by the predecessor is read before pdl_wait. Without the attribute both are no-ops.
+// No input of such a kernel is `const ... *__restrict__`: that promises memory nobody writes while the kernel runs, and
+// the compiler then moves loads from behind the wait to before it, where a predecessor has not written them yet.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

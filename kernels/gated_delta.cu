@@ -15,8 +15,8 @@ constexpr int CONV_WIDTH = 4;
 // Grid (ceil(channels / 256), n_tiles): depthwise convolution over time, then SiLU.
 // tiles (n_tiles) int4 {first row, rows, first row of the span, slot}; a tile of a single-row span also shifts the state.
 extern "C" __global__ void __launch_bounds__(256, 4) conv_silu(
-    const float *__restrict__ u, const float *__restrict__ weight, float *__restrict__ conv_state, float *__restrict__ out,
-    const int4 *__restrict__ tiles, int channels, int single_rows) {
+    const float *u, const float *weight, float *conv_state, float *__restrict__ out,
+    const int4 *tiles, int channels, int single_rows) {
     pdl_wait();
     pdl_launch();
     const int channel = blockIdx.x * 256 + threadIdx.x;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) conv_silu(
 
 // Grid (ceil(channels / 256), n_spans), after conv_silu has read the old state of spans of several rows.
 extern "C" __global__ void __launch_bounds__(256) conv_state_update(
-    const float *__restrict__ u, float *__restrict__ conv_state, const int4 *__restrict__ spans, int channels) {
+    const float *u, float *conv_state, const int4 *spans, int channels) {
     pdl_wait();
     pdl_launch();
     const int channel = blockIdx.x * 256 + threadIdx.x;
@@ -63,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(256) conv_state_update(
 // whole span; the state is read once and written once. k_dim = 32 * VECS; lane l holds k = 4 * (l + 8 i) .. + 3.
 // With both dots taken on the old S they reduce together: o = g (S q) + delta (k q).
 template <int VECS>
-__global__ void __launch_bounds__(128) gated_delta(
-    const float *__restrict__ u, const float *__restrict__ alpha, const float *__restrict__ beta,
-    const float *__restrict__ dt_bias, const float *__restrict__ a, float *__restrict__ state, float *__restrict__ out,
-    const int4 *__restrict__ spans, int n_k_heads, int n_v_heads, int v_dim, int alpha_stride, int beta_stride, float epsilon) {
+__global__ void __launch_bounds__(128, 4) gated_delta(
+    const float *u, const float *alpha, const float *beta,
+    const float *dt_bias, const float *a, float *state, float *__restrict__ out,
+    const int4 *spans, int n_k_heads, int n_v_heads, int v_dim, int alpha_stride, int beta_stride, float epsilon) {
     pdl_wait();
     pdl_launch();
     constexpr int K_DIM = 32 * VECS, TOKENS = 16, COLUMNS = 16;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(128) gated_delta(
 
 // Grid (n_rows, ceil(n_v_heads / 4)), a warp a head: out = RMS(o; weight) * silu(z), in place of o.
 extern "C" __global__ void __launch_bounds__(128) gated_norm(
-    float *__restrict__ o, const float *__restrict__ z, const float *__restrict__ weight, int n_v_heads, int v_dim,
+    float *o, const float *z, const float *weight, int n_v_heads, int v_dim,
     int z_stride, float epsilon) {
     pdl_wait();
     pdl_launch();

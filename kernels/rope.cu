@@ -16,9 +16,9 @@ constexpr int MAX_HEAD_DIM = 256;
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS) rope_cache_write(
     const float *q, const float *k, const float *v, float *q_out, float *gate_out, T *__restrict__ keys,
-    T *__restrict__ values, const float *__restrict__ q_norm, const float *__restrict__ k_norm,
-    const float *__restrict__ inverse_frequency, const int *__restrict__ page_table, const int *__restrict__ row_span,
-    const int *__restrict__ positions, int q_stride, int k_stride, int v_stride, int n_heads, int n_kv_heads,
+    T *__restrict__ values, const float *q_norm, const float *k_norm,
+    const float *inverse_frequency, const int *page_table, const int *row_span,
+    const int *positions, int q_stride, int k_stride, int v_stride, int n_heads, int n_kv_heads,
     int head_dim, int n_rot, int neox, float attention_factor, float q_epsilon, float k_epsilon, int page_size, int max_pages) {
     pdl_launch();
     __shared__ float staged[WARPS][MAX_HEAD_DIM];

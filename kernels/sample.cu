@@ -31,10 +31,10 @@ __device__ __forceinline__ bool better(float a, int i, float b, int j) { return 
 
 // Grid (n_slices, n_rows), 256 threads.
 extern "C" __global__ void __launch_bounds__(256, 4) sample_prepare(
-    const float *__restrict__ logits, float *work, SliceStatistics *__restrict__ slices,
-    const float *__restrict__ temperature, const int *__restrict__ adjust_start, const int *__restrict__ adjust_ids,
-    const float *__restrict__ adjust_divide, const float *__restrict__ adjust_add, const int *__restrict__ mask_of_row,
-    const unsigned *__restrict__ masks, int pitch, int n_vocab, int n_valid, int mask_words) {
+    const float *logits, float *work, SliceStatistics *__restrict__ slices,
+    const float *temperature, const int *adjust_start, const int *adjust_ids,
+    const float *adjust_divide, const float *adjust_add, const int *mask_of_row,
+    const unsigned *masks, int pitch, int n_vocab, int n_valid, int mask_words) {
     pdl_wait();
     pdl_launch();
     const int row = blockIdx.y, begin = blockIdx.x * SLICE, end = min(begin + SLICE, n_vocab);
@@ -115,8 +115,8 @@ __device__ __forceinline__ int bin_of(float max, float x) { return min(BINS - 1,
 
 // Grid (n_slices, n_rows), 256 threads: counts and mass of the adjusted logits by distance from the row's maximum.
 extern "C" __global__ void __launch_bounds__(256, 4) sample_histogram(
-    const float *__restrict__ work, const SliceStatistics *__restrict__ slices, const float *__restrict__ temperature,
-    Histogram *__restrict__ histograms, int pitch, int n_vocab) {
+    const float *work, const SliceStatistics *slices, const float *temperature,
+    Histogram *histograms, int pitch, int n_vocab) {
     pdl_wait();
     pdl_launch();
     const int row = blockIdx.y;
@@ -366,10 +366,10 @@ __device__ void pick_by_draw(const float *w, PickShared &s, const Histogram &h, 
 
 // Grid (n_rows), 1024 threads: the id, its log-probability, the target's; keeps the id for the slot's next step.
 extern "C" __global__ void __launch_bounds__(1024, 1) sample_pick(
-    const float *__restrict__ logits, const float *__restrict__ work, const SliceStatistics *__restrict__ slices,
-    Histogram *__restrict__ histograms, const float *__restrict__ temperature, const int *__restrict__ top_k,
-    const float *__restrict__ top_p, const float *__restrict__ min_p, const float *__restrict__ uniform,
-    const int *__restrict__ slots, const int *__restrict__ target_ids, int *__restrict__ last_ids, int *__restrict__ ids,
+    const float *logits, const float *work, const SliceStatistics *slices,
+    Histogram *histograms, const float *temperature, const int *top_k,
+    const float *top_p, const float *min_p, const float *uniform,
+    const int *slots, const int *target_ids, int *__restrict__ last_ids, int *__restrict__ ids,
     float *__restrict__ logprobs, float *__restrict__ target_logprobs, int *__restrict__ finite, float *__restrict__ log_sums,
     int pitch, int n_vocab, int n_slices) {
     pdl_wait();
@@ -394,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) sample_pick(
 
 // Grid (n_rows), 1024 threads: the n_top most likely ids of the model's own distribution (ids < n_valid), best first.
 extern "C" __global__ void __launch_bounds__(1024, 1) sample_top(
-    const float *__restrict__ logits, const float *__restrict__ log_sums, int *__restrict__ top_ids,
+    const float *logits, const float *log_sums, int *__restrict__ top_ids,
     float *__restrict__ top_logprobs, int pitch, int n_valid, int n_top) {
     pdl_wait();
     pdl_launch();
@@ -442,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) sample_top(
 }
 
 // Grid (1), 256 threads: the ids a step embeds; -1 means the id sampled last for the row's slot.
-extern "C" __global__ void resolve_ids(const int *__restrict__ token_ids, const int *__restrict__ row_slot, const int *__restrict__ last_ids,
+extern "C" __global__ void resolve_ids(const int *token_ids, const int *row_slot, const int *last_ids,
                             int *__restrict__ resolved, int n_rows) {
     pdl_wait();
     pdl_launch();
@@ -450,7 +450,7 @@ extern "C" __global__ void resolve_ids(const int *__restrict__ token_ids, const 
 }
 
 // Grid (ceil(columns / 1024), n): rows of x by number, for the head.
-extern "C" __global__ void __launch_bounds__(256) gather_rows(const float *__restrict__ x, const int *__restrict__ rows, float *__restrict__ out,
+extern "C" __global__ void __launch_bounds__(256) gather_rows(const float *x, const int *rows, float *__restrict__ out,
                                                    int columns, int x_stride) {
     pdl_wait();
     pdl_launch();

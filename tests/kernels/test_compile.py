@@ -1,5 +1,6 @@
 """NVRTC without a GPU: every kernel for every architecture without warnings or spills; the cache."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,6 +78,14 @@ def test_kernel_compiles_without_warning_or_spill(path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         for module in threads.map(lambda arch: compiled(path, arch, instances), WHOLE):
             assert_sound(module)
+
+
+@pytest.mark.parametrize("path", sorted(KERNEL_DIRECTORY.glob("*.cu*")), ids=lambda path: path.name)
+def test_inputs_of_kernels_that_start_early_are_not_promised_constant(path: Path) -> None:
+    """Such a promise let the compiler read queries before they were written (common.cuh)."""
+    source = path.read_text()
+    promised = re.findall(r"const \w+ ?\*\s*__restrict__ ?\w+", source)
+    assert "pdl_wait();" not in source or not promised
 
 
 @pytest.mark.parametrize(("type", "arch"), PRODUCTS, ids=lambda value: getattr(value, "name", value))
