@@ -66,10 +66,22 @@ class EventStream:
             await asyncio.sleep(tick)
             now = self._clock()
             if self._writing_since is not None:
-                if now - self._writing_since >= self._write_timeout_s and self._request.transport is not None:
-                    self._request.transport.abort()  # the blocked write fails, the handler ends
+                if now - self._writing_since >= self._write_timeout_s:
+                    self._drop()
             elif now - self._last_sent >= self._keepalive_s:
+                await self._comment()
+
+    async def _comment(self) -> None:
+        """Its reader may be the slow one: nobody else watches this write."""
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
                 await self.send(f": {self.progress or 'keep-alive'}\n\n".encode())
+        except TimeoutError:
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()  # a blocked write fails, the handler ends
 
     async def __aenter__(self) -> Self:
         self._keeper = asyncio.create_task(self._keep())

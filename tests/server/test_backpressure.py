@@ -8,6 +8,7 @@ import pytest
 
 from streamer.engine.handle import NotServing, QueueFull
 from streamer.engine.request import FinishReason
+from streamer.server.sse import EventStream
 from streamer.server.state import Limits
 
 
@@ -89,6 +90,30 @@ def test_a_pause_is_bridged_by_comments_that_tell_the_progress(run):
             assert b"[DONE]" in await response.read()
 
     run(body, limits=Limits(keepalive_s=0.05))
+
+
+def test_a_reader_that_takes_no_comment_is_dropped_too():
+    class Response:
+        prepared = True
+
+        async def write(self, data):
+            await asyncio.Event().wait()
+
+    class Request:
+        def __init__(self):
+            self.transport, self.dropped = self, asyncio.Event()
+
+        def abort(self):
+            self.dropped.set()
+
+    async def main():
+        request = Request()
+        stream = EventStream(request, keepalive_s=0.02, write_timeout_s=0.05)
+        stream._response = Response()
+        async with stream, asyncio.timeout(20):
+            await request.dropped.wait()
+
+    asyncio.run(main())
 
 
 def test_a_reader_that_takes_nothing_is_dropped_and_others_go_on(run):
