@@ -48,11 +48,6 @@ struct ExpertParams {
 };
 static_assert(sizeof(ExpertParams) == 200, "experts_arguments.py");
 
-__device__ __forceinline__ uint4 load16(const void *p) { return *reinterpret_cast<const uint4 *>(p); }
-__device__ __forceinline__ int dot16(const int *w, const uint4 &x, int sum) {
-    return __dp4a(w[3], (int)x.w, __dp4a(w[2], (int)x.z, __dp4a(w[1], (int)x.y, __dp4a(w[0], (int)x.x, sum))));
-}
-
 // acc[r] += factor * (chunk c of row r) . (the same elements of row x_row of x); first[r]: the row's first chunk.
 template <class T, int R, int BYTES>
 __device__ __forceinline__ void multiply(const ExpertParams &p, const typename T::Raw (&raw)[R], const u32 (&first)[R], int c, size_t x_row,

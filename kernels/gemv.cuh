@@ -2,12 +2,6 @@
 #pragma once
 #include "linear.cuh"
 
-__device__ __forceinline__ uint4 load16(const void *p) { return *reinterpret_cast<const uint4 *>(p); }
-
-__device__ __forceinline__ int dot16(const int *w, const uint4 &x, int sum) {
-    return __dp4a(w[3], (int)x.w, __dp4a(w[2], (int)x.z, __dp4a(w[1], (int)x.y, __dp4a(w[0], (int)x.x, sum))));
-}
-
 // acc[r][m] += (chunk c of row r) . x[m]. `first_chunk` is the row's place in the matrix, as far as `unpack` minds it.
 // X gives the activations: quantized(m, c, s), or four(m, c, i) for float weights.
 template <class T, int M, int R, int BYTES, class X>

@@ -38,6 +38,12 @@ struct Quantized {
     float *sum;    // (n_tokens, K / 16): sum of x over 16 elements
 };
 
+__device__ __forceinline__ uint4 load16(const void *p) { return *reinterpret_cast<const uint4 *>(p); }
+// sum + 16 weights . 16 activations, a byte each.
+__device__ __forceinline__ int dot16(const int *w, const uint4 &x, int sum) {
+    return __dp4a(w[3], (int)x.w, __dp4a(w[2], (int)x.z, __dp4a(w[1], (int)x.y, __dp4a(w[0], (int)x.x, sum))));
+}
+
 // One warp quantizes a block of 32: lane i holds element i of token `token`, block `block`.
 template <bool TWO>
 __device__ __forceinline__ void quantize_lane(const Quantized &to, float x, int token, int block, int K, int lane) {
