@@ -94,7 +94,7 @@ def ids_of(text: str) -> list[int | str | Exception]:
 class ScriptedEngine:
     """Plays `script(request)`: ids are sampled; "wait" holds until `gate` is set.
 
-    An Exception fails the request.
+    An Exception fails the request. A request plays the script of the moment of its submission.
     """
 
     script: Callable[[Request], Script] = lambda request: ids_of("hello")
@@ -114,7 +114,7 @@ class ScriptedEngine:
         self.requests.append(request)
         loop = asyncio.get_running_loop()
         handle = Handle(request, loop, self._ask, lambda: None, 64)
-        self.plays.append(loop.create_task(self._play(handle, request)))
+        self.plays.append(loop.create_task(self._play(handle, request, self.script)))
         return handle
 
     def _ask(self, handle: Handle, reason: FinishReason) -> None:
@@ -123,7 +123,7 @@ class ScriptedEngine:
     def statistics(self) -> EngineStatistics:
         return EngineStatistics(waiting=self.waiting, running=len(self.requests) - len(self.ended))
 
-    async def _play(self, handle: Handle, request: Request) -> None:
+    async def _play(self, handle: Handle, request: Request, script: Callable[[Request], Script]) -> None:
         for i in range(self.prefill):
             handle.deliver(PrefillEvent(i, self.prefill))
             await asyncio.sleep(0)
@@ -132,7 +132,7 @@ class ScriptedEngine:
             handle.deliver(EmbeddingEvent(self.vector))
             return self._finish(handle, FinishReason.STOP, 0)
         n = 0
-        for item in self.script(request):
+        for item in script(request):
             if handle in self.asked:
                 break
             if item == "wait":

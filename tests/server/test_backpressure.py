@@ -1,6 +1,7 @@
 """Full queues, failures, clients that leave or do not read, pauses that need a sign of life."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 
@@ -120,15 +121,15 @@ def test_a_reader_that_takes_nothing_is_dropped_and_others_go_on(run):
     async def body(server):
         server.engine.script = lambda request: itertools.repeat(97)  # however large the buffers are
         _, writer = await asyncio.open_unix_connection(server.path, limit=1)
-        text = b'{"prompt": "x", "stream": true, "max_tokens": -1}'
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(text) + text
-        )
-        await server.until(lambda: bool(server.engine.requests))
-        server.engine.script = lambda request: [*b"hi"]
-        assert (await server.complete()).json["choices"][0]["text"] == "hi"
-        await server.until(lambda: FinishReason.CANCELLED in server.engine.ended)
-        writer.close()
+        with contextlib.closing(writer):
+            text = b'{"prompt": "x", "stream": true, "max_tokens": -1}'
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(text) + text
+            )
+            await server.until(lambda: bool(server.engine.requests))
+            server.engine.script = lambda request: [*b"hi"]
+            assert (await server.complete()).json["choices"][0]["text"] == "hi"
+            await server.until(lambda: FinishReason.CANCELLED in server.engine.ended)
 
     async def wide(server):
         card = dataclasses.replace(server.backend.card, n_ctx=1 << 30)
