@@ -130,38 +130,55 @@ def pack(batch: Batch, sampling: SamplingBatch, layout: TableLayout, views: View
 
 
 def _pack_spans(batch: Batch, shape: TableShape, views: Views) -> tuple[int, int, int]:
-    n = batch.n_rows
-    row_span, row_slot, spans = views["row_span"], views["row_slot"], views["spans"]
-    views["token_ids"][:n] = batch.token_ids
-    views["token_ids"][n:] = 0
-    views["positions"][:n] = batch.positions
-    views["positions"][n:] = 0
-    row_span[n:] = -1
-    row_slot[n:] = -1
-    spans[len(batch.spans) :] = (0, 0, -1, 0)
-    decode_rows, n_decode, n_tiles, n_conv = views["decode_rows"], 0, 0, 0
+    """Array operations over all spans at once: a loop would cost every decode step microseconds a sequence.
+
+    Returns the used length of `decode_rows`, `attention_tiles` and `conv_tiles`.
+    """
+    n, n_spans = batch.n_rows, len(batch.spans)
+    columns = [(s.row_offset, s.n_rows, s.slot, s.position) for s in batch.spans]
+    offsets, n_rows, slots, positions = np.array(columns, np.int32).reshape(n_spans, 4).T
+    indices = np.arange(n_spans, dtype=np.int32)
+    _fill(views["token_ids"], batch.token_ids, 0)
+    _fill(views["positions"], batch.positions, 0)
+    _fill(views["row_span"], np.repeat(indices, n_rows), -1)
+    _fill(views["row_slot"], np.repeat(slots, n_rows), -1)
+    _fill(views["spans"], np.stack([offsets, n_rows, slots, np.zeros_like(slots)], axis=1), (0, 0, -1, 0))
+    page_table = views["page_table"]
     for index, span in enumerate(batch.spans):
-        rows = slice(span.row_offset, span.row_offset + span.n_rows)
-        row_span[rows] = index
-        row_slot[rows] = span.slot
-        spans[index] = (span.row_offset, span.n_rows, span.slot, 0)
-        views["page_table"][index, : len(span.pages)] = span.pages
-        if span.n_rows == 1:
-            decode_rows[n_decode] = span.row_offset
-            n_decode += 1
-        else:
-            for at in range(0, span.n_rows, ATTENTION_TILE):
-                count = min(ATTENTION_TILE, span.n_rows - at)
-                views["attention_tiles"][n_tiles] = (span.row_offset + at, count, span.position + at, index)
-                n_tiles += 1
-        for at in range(0, span.n_rows, CONV_TILE):
-            count = min(CONV_TILE, span.n_rows - at)
-            views["conv_tiles"][n_conv] = (span.row_offset + at, count, span.row_offset, span.slot)
-            n_conv += 1
-    decode_rows[n_decode:] = -1
-    views["attention_tiles"][n_tiles:] = 0
-    views["conv_tiles"][n_conv:] = (0, 0, 0, -1)
-    return n_decode, n_tiles, n_conv
+        page_table[index, : len(span.pages)] = span.pages
+    is_single = n_rows == 1
+    n_decode = _fill(views["decode_rows"], offsets[is_single], -1)
+    if n_decode == n:  # a decode step, the one that must be cheap: a tile is a row
+        views["attention_tiles"][:] = 0
+        conv = np.stack([offsets, n_rows, offsets, slots], axis=1)
+        return n_decode, 0, _fill(views["conv_tiles"], conv, (0, 0, 0, -1))
+    long = indices[~is_single]
+    of, at, count = _tiles(n_rows[long], ATTENTION_TILE)
+    of = long[of]
+    attention = np.stack([offsets[of] + at, count, positions[of] + at, of], axis=1)
+    of, at, count = _tiles(n_rows, CONV_TILE)
+    conv = np.stack([offsets[of] + at, count, offsets[of], slots[of]], axis=1)
+    n_attention = _fill(views["attention_tiles"], attention, 0)
+    return n_decode, n_attention, _fill(views["conv_tiles"], conv, (0, 0, 0, -1))
+
+
+def _fill(
+    table: npt.NDArray[np.generic], entries: npt.NDArray[np.generic], padding: int | tuple[int, ...]
+) -> int:
+    """Entries, then padding; how many entries there are."""
+    n = len(entries)
+    table[:n] = entries
+    table[n:] = padding
+    return n
+
+
+def _tiles(n_rows: npt.NDArray[np.int32], height: int) -> tuple[npt.NDArray[np.int32], ...]:
+    """Cut spans of so many rows into tiles: (index of the span, first row within it, rows) of each."""
+    n_tiles = (n_rows + height - 1) // height
+    of = np.repeat(np.arange(len(n_rows), dtype=np.int32), n_tiles)
+    first_tile = np.cumsum(n_tiles) - n_tiles
+    at = ((np.arange(len(of)) - first_tile[of]) * height).astype(np.int32)
+    return of, at, np.minimum(height, n_rows[of] - at)
 
 
 def _pack_sampling(sampling: SamplingBatch, layout: TableLayout, views: Views) -> int:

@@ -73,14 +73,17 @@ class Encoder:
         self._prefix = spec.add_space_prefix
         control = [t for t, k in zip(spec.tokens, types, strict=True) if k in (CONTROL, UNKNOWN) and t]
         defined = [t for t, k in zip(spec.tokens, types, strict=True) if k == USER_DEFINED and t]
-        model = _spm_model(spec, names) if spec.kind == "spm" else _bpe_model(spec, names)
+        build = _spm_model if spec.kind == "spm" else _bpe_model
+        parsing_model = build(spec, names)
+        hidden = _without_control_characters(names, types)
+        model = parsing_model if hidden == names else build(spec, hidden)
         self._plain = self._tokenizer(spec, model, defined)
-        self._parsing = self._tokenizer(spec, model, defined + control)
+        self._parsing = self._tokenizer(spec, parsing_model, defined + control)
         self._continuing = (
             self._tokenizer(spec, model, defined, prefix=False) if self._prefix else self._plain
         )
         if getattr(model, "ignore_merges", False) and self._reaches_control(control, spec):
-            model.ignore_merges = False
+            model.ignore_merges = parsing_model.ignore_merges = False
         self._spaced = [t for t in defined + control if _SOFT_CUT.search(t)]
 
     def close(self) -> None:
@@ -153,6 +156,14 @@ def _model_names(tokens: list[str]) -> list[str]:
         seen.add(name)
         names.append(name)
     return names
+
+
+def _without_control_characters(names: list[str], types: bytes) -> list[str]:
+    """Control tokens of one character renamed: a model starts from characters and would give their ids."""
+    return [
+        f"\0{i}" if kind == CONTROL and len(name) == 1 else name
+        for i, (name, kind) in enumerate(zip(names, types, strict=True))
+    ]
 
 
 def _bpe_model(spec: EncoderSpec, names: list[str]) -> models.BPE:

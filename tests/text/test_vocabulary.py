@@ -158,6 +158,24 @@ def test_end_of_turn_of_the_wrong_type_is_treated_as_control(make_bpe: Make) -> 
     assert 266 in vocabulary.end_ids
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_control_token_of_one_character_is_never_in_plain_text(kind: str) -> None:
+    """Found by the property test below: such a character is a whole symbol of the model."""
+    values = {
+        "model": kind,
+        "pre": "gpt-2",
+        "tokens": ["a", "0", "<unk>"],
+        "token_type": np.array([1, 3, 2], np.int32),
+        "scores": np.zeros(3, np.float32),
+        "merges": [],
+        "unknown_token_id": 2,
+        "add_space_prefix": False,
+    }
+    tokenizer = build_tokenizer({f"tokenizer.ggml.{k}": v for k, v in values.items()})
+    assert 1 not in tokenizer.encode("a0a", add_special=False)
+    assert 1 in tokenizer.encode("a0a", add_special=False, parse_special=True)
+
+
 TOKENS = st.one_of(
     st.text(max_size=6),
     st.sampled_from(
