@@ -5,6 +5,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from streamer.errors import GgufdError
@@ -116,17 +117,14 @@ def main(payload_fd: int, fds: Sequence[int]) -> None:
 
 def _answer(encoder: Encoder, channel: Connection) -> None:
     sys.setswitchinterval(0.001)
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # the owner is gone
+        while True:
             segments = channel.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            ids = memoryview(encoder.encode(segments)).cast("B")
+            try:
+                ids = memoryview(encoder.encode(segments)).cast("B")
+            except Exception as error:  # noqa: BLE001 - told to the owner, who raises it
+                channel.send_bytes(_FAILED + (str(error) or type(error).__name__).encode())
+                continue
             for start in range(0, len(ids), _BLOCK_NBYTES):
                 channel.send_bytes(ids[start : start + _BLOCK_NBYTES])
             channel.send_bytes(_END)
-        except (EOFError, OSError):
-            return
-        except Exception as error:  # noqa: BLE001 - told to the owner, who raises it
-            channel.send_bytes(_FAILED + (str(error) or type(error).__name__).encode())

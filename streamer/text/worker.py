@@ -15,7 +15,15 @@ from pathlib import Path
 
 import streamer
 
-_PRELUDE = "from signal import *; signal(SIGINT, SIG_IGN); signal(SIGTERM, SIG_IGN)"
+_PROGRAM = """
+from contextlib import suppress
+from signal import *
+signal(SIGINT, SIG_IGN)
+signal(SIGTERM, SIG_IGN)
+from {module} import main
+with suppress(EOFError, ConnectionError):  # an owner that has left, whatever this was doing for it
+    main({arguments})
+"""
 
 
 class Worker:
@@ -29,7 +37,8 @@ class Worker:
     ) -> None:
         pairs = [Pipe() for _ in range(n_channels)]
         fds = [theirs.fileno() for _, theirs in pairs]
-        code = f"{_PRELUDE}; from {module} import main; main({payload!r}, {fds!r}, *{list(args)!r})"
+        arguments = ", ".join(map(repr, (payload, fds, *args)))
+        code = _PROGRAM.format(module=module, arguments=arguments)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-c", code],
