@@ -8,7 +8,7 @@ Values and protocols only.
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,8 @@ UInt32s = npt.NDArray[np.uint32]
 # ---- batches -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive rows of one sequence in a batch."""
+class Span(NamedTuple):
+    """Consecutive rows of one sequence in a batch. A tuple: one is made for every token."""
 
     slot: int  # the sequence slot: place of its recurrent state and of its last sampled id
     row_offset: int  # first row in the batch

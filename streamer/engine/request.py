@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class FinishReason(enum.StrEnum):
@@ -79,8 +79,9 @@ class PrefillEvent:
     total: int
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
+    """A tuple: one is made for every token."""
+
     token_id: int
     logprobs: TokenLogprobs | None = None
 

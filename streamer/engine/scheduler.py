@@ -323,4 +323,6 @@ class Scheduler:
 
 
 def _can_prefill(s: Sequence) -> bool:
-    return s.n_computed < s.goal and not s.is_decoding and not s.exhausted
+    """Positions are missing, and not just the one that a decoding sequence always misses."""
+    n_left = s.goal - s.n_computed
+    return (n_left > 1 or (n_left == 1 and s.goal == s.n_prompt)) and not s.exhausted

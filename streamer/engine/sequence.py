@@ -129,11 +129,6 @@ class Sequence:
         return self.slot != NOWHERE
 
     @property
-    def is_decoding(self) -> bool:
-        """One row to compute and ids already sampled: the prompt is behind it."""
-        return self.goal - self.n_computed == 1 and self.goal > self.n_prompt
-
-    @property
     def knows_mask(self) -> bool:
         """Its next id can be sampled as far as a constraint is concerned."""
         return self.mask is None or self.mask.done()

@@ -71,8 +71,10 @@ class Encoder:
         types = spec.types
         names = _model_names(spec.tokens)
         self._prefix = spec.add_space_prefix
-        control = [t for t, k in zip(spec.tokens, types, strict=True) if k in (CONTROL, UNKNOWN) and t]
-        defined = [t for t, k in zip(spec.tokens, types, strict=True) if k == USER_DEFINED and t]
+        # a renamed one is a repetition: its text is the first one's, of whatever type that is
+        kept = [(t, k) for t, k, name in zip(spec.tokens, types, names, strict=True) if t == name]
+        control = [t for t, k in kept if k in (CONTROL, UNKNOWN)]
+        defined = [t for t, k in kept if k == USER_DEFINED]
         build = _spm_model if spec.kind == "spm" else _bpe_model
         parsing_model = build(spec, names)
         hidden = _without_control_characters(names, types)

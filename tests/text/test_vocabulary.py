@@ -176,6 +176,19 @@ def test_a_control_token_of_one_character_is_never_in_plain_text(kind: str) -> N
     assert 1 in tokenizer.encode("a0a", add_special=False, parse_special=True)
 
 
+@pytest.mark.parametrize("name", ["0", "<x>"])
+def test_a_control_token_repeated_as_a_users_one_stays_out_of_plain_text(name: str) -> None:
+    values = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": ["a", name, name],
+        "token_type": np.array([1, 3, 4], np.int32),
+        "merges": [],
+    }
+    tokenizer = build_tokenizer({f"tokenizer.ggml.{k}": v for k, v in values.items()})
+    assert tokenizer.encode(f"a{name}a", add_special=False) == [0, 0]
+
+
 TOKENS = st.one_of(
     st.text(max_size=6),
     st.sampled_from(
