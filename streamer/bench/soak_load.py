@@ -24,6 +24,7 @@ WORDS = (
     "from",
     "sea",
 )
+TOLD_PAUSE_S = 0.5  # before the next request of a client that was told to come later
 MALFORMED = (
     b'{"prompt": "x", "temperature": NaN}',
     b'{"prompt": "x", "max_tokens": -5}',
@@ -62,9 +63,9 @@ class Client:
         self._path, self._random, self._tally, self._n_ctx = path, random.Random(seed), tally, n_ctx
         self.resting, self.rest, self.over = threading.Event(), threading.Event(), threading.Event()
         self._sorts: list[tuple[Callable[[], None], int]] = [
-            (self._short, 6), (self._stream, 3), (self._long, 2), (self._cut, 4), (self._malformed, 3),
+            (self._short, 6), (self._stream, 3), (self._long, 2), (self._cut, 7), (self._malformed, 3),
             (self._constrained, 1), (self._trickle, 1),
-        ]  # fmt: skip
+        ]  # fmt: skip - a third of them is cut
         self.thread = threading.Thread(target=self._run, name=f"soak client {seed}")
         self.thread.start()
 
@@ -164,7 +165,7 @@ class Client:
             self._tally.add(sort, usage)
         elif status in (429, 503):
             self._tally.add(f"told {status}")
-            time.sleep(0.05)
+            self.over.wait(TOLD_PAUSE_S)
         else:
             self._tally.blame(f"{sort} got {status}: {answer[:200]!r}")
 
