@@ -62,10 +62,11 @@ class Client:
     def __init__(self, path: str, seed: int, tally: Tally, n_ctx: int) -> None:
         self._path, self._random, self._tally, self._n_ctx = path, random.Random(seed), tally, n_ctx
         self.resting, self.rest, self.over = threading.Event(), threading.Event(), threading.Event()
+        # a third is cut off
         self._sorts: list[tuple[Callable[[], None], int]] = [
             (self._short, 6), (self._stream, 3), (self._long, 2), (self._cut, 7), (self._malformed, 3),
             (self._constrained, 1), (self._trickle, 1),
-        ]  # fmt: skip - a third of them is cut
+        ]  # fmt: skip
         self.thread = threading.Thread(target=self._run, name=f"soak client {seed}")
         self.thread.start()
 
