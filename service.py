@@ -30,6 +30,7 @@ from streamer.pull import model_path
 from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
 from streamer.runtime.account import Snapshot, residency_object, snapshot, status_line
+from streamer.runtime.ground import Ground
 from streamer.runtime.options import StartOptions
 from streamer.runtime.planning import read_model
 from streamer.runtime.start import Runtime, has_changed, start_runtime
@@ -169,11 +170,12 @@ class Daemon:
             await self._reload()
             self._notifier.ready(status_line(self._ledger.statistics()))
 
-    async def _bring_up(self) -> None:
-        """Everything from the header to READY."""
+    async def _bring_up(self, ground: Ground | None = None) -> None:
+        """Everything from the header to READY, over what an earlier load of the file has left."""
         runtime = await start_runtime(
             StartOptions.of(self._config, self._path),
             self._ledger,
+            ground=ground,
             on_directory=self._header_is_read,
             on_failure=self._engine_failed,
             on_step=self._steps.observe,
@@ -265,41 +267,54 @@ class Daemon:
         """Read the configuration anew; load the model anew when its file has changed."""
         try:
             new = load_config(self._config.flags, file=self._config.config_file)
-            applied, later = changed_options(self._config, new)
+            changes = changed_options(self._config, new)
             self._state.keys = read_keys(new.api_key_file)
         except GgufdError as error:
             log_event(logger, logging.ERROR, "reload refused", error=str(error))
             return
-        self._config = replace(self._config, **{name: getattr(new, name) for name in applied})
+        self._config = replace(self._config, **{name: getattr(new, name) for name in changes.live})
         self._state.limits = Limits.of(self._config)
         vars(self._state.rules).update(vars(replace(_rules(self._config), refused=self._state.rules.refused)))
         logging.getLogger().setLevel(self._config.log_level.upper())
-        log_event(logger, logging.INFO, "reloaded", applied=",".join(applied), needs_restart=",".join(later))
+        applied = ",".join(changes.live + changes.model)
+        log_event(logger, logging.INFO, "reloaded", applied=applied, needs_restart=",".join(changes.restart))
         runtime = self._runtime
-        if runtime is not None and has_changed(runtime.model.directory) and await self._new_file_is_good():
-            await self._replace_model(runtime)
+        if runtime is None:
+            return
+        is_new = has_changed(runtime.model.directory)
+        wanted = replace(self._config, **{name: getattr(new, name) for name in changes.model})
+        if (is_new or changes.model) and await self._can_replace(runtime, wanted):
+            self._config = wanted
+            await self._replace_model(runtime, is_new)
 
-    async def _new_file_is_good(self) -> bool:
-        """What a header can tell, before the resident model is given up for the new file."""
+    async def _can_replace(self, runtime: Runtime, wanted: Config) -> bool:
+        """What the header and the plan can tell, before the resident model is given up."""
         try:
-            directory, _ = await asyncio.to_thread(read_model, self._path)
+            directory, architecture = await asyncio.to_thread(read_model, self._path)
             await asyncio.to_thread(check_text, directory.metadata, directory.path)
+            options = StartOptions.of(wanted, self._path)
+            await asyncio.to_thread(runtime.plan_instead, options, directory, architecture)
         except GgufdError as error:
             log_event(logger, logging.ERROR, "reload refused", error=str(error))
             return False
         return True
 
-    async def _replace_model(self, old: Runtime) -> None:
-        """Finish what runs, free the old model, load the new file; requests hear that it is loading."""
-        log_event(logger, logging.INFO, "the model file has changed")
+    async def _replace_model(self, old: Runtime, is_new: bool) -> None:
+        """Finish what runs, free the old model, load the file; requests hear that it is loading.
+
+        The same file is loaded over the same ground, where its pages may still be registered.
+        """
+        why = "the model file has changed" if is_new else "options of the model have changed"
+        log_event(logger, logging.INFO, why)
         self._state.status = "loading"
         await old.engine.drain(self._config.drain_timeout)
         self._state.backend = self._runtime = None
-        await asyncio.to_thread(old.close)
         await self._close_text()
         gc.unfreeze()
+        keeps_ground = not is_new and bool(old.ground.sources)
+        left = await asyncio.to_thread(old.leave_ground if keeps_ground else old.close)
         self._ledger = Ledger(model=self._path)
-        await self._bring_up()
+        await self._bring_up(old.ground if left else None)
 
     # ---- going ---------------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ class Option:
     help: str
     metavar: str = ""
     hidden: bool = False
-    reloadable: bool = False  # a reload applies it to the running daemon
+    reload: str = ""  # what a reload needs to apply it: "" a restart, "live" nothing, "model" another load
 
     @property
     def flag(self) -> str:
@@ -214,18 +214,26 @@ OPTIONS: tuple[Option, ...] = (
     Option("socket_mode", _mode, "mode of the socket file, from its birth [0660]", "MODE"),
     Option("socket_group", _text, "group that owns the socket file", "GROUP"),
     Option("device", _device, "auto, host, cuda or cuda:N [auto]", "NAME"),
-    Option("ctx", _integer(0, 1 << 24), "tokens a sequence; 0: the model's own, at most 8192", "N"),
-    Option("max_sequences", _integer(0, 4096), "sequences that run at once; 0: by device", "N"),
-    Option("batch_tokens", _integer(0, 1 << 20), "tokens of one step; 0: by device", "N"),
-    Option("kv_type", _choice(*KV_TYPES), "type of cached keys and values [auto]", "TYPE"),
+    Option(
+        "ctx",
+        _integer(0, 1 << 24),
+        "tokens a sequence; 0: the model's own, at most 8192",
+        "N",
+        reload="model",
+    ),
+    Option(
+        "max_sequences", _integer(0, 4096), "sequences that run at once; 0: by device", "N", reload="model"
+    ),
+    Option("batch_tokens", _integer(0, 1 << 20), "tokens of one step; 0: by device", "N", reload="model"),
+    Option("kv_type", _choice(*KV_TYPES), "type of cached keys and values [auto]", "TYPE", reload="model"),
     Option("transfer", _choice("auto", "ring", "window", "touch"), "how weights move [auto]", "NAME"),
     Option("ring_mib", _integer(1, 4096), "pinned memory of the staging ring [128]", "N"),
     Option("touch_threads", _integer(0, 256), "threads that touch and stage; 0: by machine", "N"),
     Option("verify", _boolean, "prove that device bytes equal the file's bytes before READY"),
     Option("keep_registered", _boolean, "keep the file's pages registered for a fast reload"),
-    Option("prefix_cache", _boolean, "reuse the cached beginning of a prompt [on]"),
+    Option("prefix_cache", _boolean, "reuse the cached beginning of a prompt [on]", reload="model"),
     Option("listen", _listen, "also serve on TCP; needs a key, or loopback and --no-auth", "HOST:PORT"),
-    Option("api_key_file", _text, "keys that TCP clients must send, one a line", "FILE", reloadable=True),
+    Option("api_key_file", _text, "keys that TCP clients must send, one a line", "FILE", reload="live"),
     Option("no_auth", _boolean, "TCP on a loopback address without a key"),
     Option("allow_host", _texts, "further Host names answered on TCP", "NAME,..."),
     Option("allow_uid", _integers, "only these users may connect to the socket", "UID,..."),
@@ -233,20 +241,20 @@ OPTIONS: tuple[Option, ...] = (
     Option("alias", _text, "the model's name in /v1/models [the file's name]", "NAME"),
     Option("trace", _text, "write a Chrome trace of the load", "FILE"),
     Option(
-        "drain_timeout", _seconds(0), "how long requests may finish after SIGTERM [30]", "S", reloadable=True
+        "drain_timeout", _seconds(0), "how long requests may finish after SIGTERM [30]", "S", reload="live"
     ),
     Option("max_queue", _integer(1, 65536), "requests that may wait; more get 429 [256]", "N"),
-    Option("max_body_mib", _integer(1, 1024), "largest request body [16]", "N", reloadable=True),
-    Option("max_connections", _integer(1, 65536), "more get 503 [1024]", "N", reloadable=True),
-    Option("header_timeout", _seconds(0.1), "time for a request's header [10]", "S", reloadable=True),
-    Option("body_timeout", _seconds(0.1), "time for a request's body [60]", "S", reloadable=True),
+    Option("max_body_mib", _integer(1, 1024), "largest request body [16]", "N", reload="live"),
+    Option("max_connections", _integer(1, 65536), "more get 503 [1024]", "N", reload="live"),
+    Option("header_timeout", _seconds(0.1), "time for a request's header [10]", "S", reload="live"),
+    Option("body_timeout", _seconds(0.1), "time for a request's body [60]", "S", reload="live"),
     Option("queue_timeout", _seconds(0.1), "longest wait in the queue [300]", "S"),
-    Option("request_timeout", _seconds(0), "longest life of a request; 0: none", "S", reloadable=True),
-    Option("write_timeout", _seconds(0.1), "slower readers are dropped [60]", "S", reloadable=True),
-    Option("keepalive_interval", _seconds(0.05), "SSE comments in a pause [10]", "S", reloadable=True),
+    Option("request_timeout", _seconds(0), "longest life of a request; 0: none", "S", reload="live"),
+    Option("write_timeout", _seconds(0.1), "slower readers are dropped [60]", "S", reload="live"),
+    Option("keepalive_interval", _seconds(0.05), "SSE comments in a pause [10]", "S", reload="live"),
     Option("template_timeout", _seconds(0.05, 600), "time for rendering a chat template [5]", "S"),
     Option("log_format", _choice("kv", "json"), "kv or json [kv]", "NAME"),
-    Option("log_level", _choice("debug", "info", "warning", "error"), "[info]", "NAME", reloadable=True),
+    Option("log_level", _choice("debug", "info", "warning", "error"), "[info]", "NAME", reload="live"),
     Option("log_prompts", _boolean, "write the text of prompts into the log"),
     Option("debug", _boolean, "tracebacks, and the event loop's own checks"),
     Option("blas_threads", _integer(0, 1024), "threads of host matrix products; 0: by machine", "N"),
@@ -328,11 +336,20 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
 
 
-def changed_options(old: Config, new: Config) -> tuple[list[str], list[str]]:
-    """(options a reload applies, options that need a restart) among those that differ."""
+@dataclass(frozen=True)
+class Changes:
+    """Options that differ between two configurations, by what applying them needs."""
+
+    live: list[str]
+    model: list[str]  # another load of the model
+    restart: list[str]
+
+
+def changed_options(old: Config, new: Config) -> Changes:
     names = [f.name for f in fields(Config) if f.compare and getattr(old, f.name) != getattr(new, f.name)]
-    reloadable = [n for n in names if n in _BY_NAME and _BY_NAME[n].reloadable]
-    return reloadable, [n for n in names if n not in reloadable and n != "config_file"]
+    needs = {name: _BY_NAME[name].reload if name in _BY_NAME else "" for name in names}
+    needs.pop("config_file", None)
+    return Changes(*([name for name in needs if needs[name] == what] for what in ("live", "model", "")))
 
 
 # ---- places ------------------------------------------------------------------------------------------------

@@ -42,6 +42,11 @@ class Account:
             assert self._phase is CopyPhase.LOAD, "serving is entered once"
             self._phase = CopyPhase.SERVE
 
+    def enter_loading(self) -> None:
+        with self._lock:
+            self._phase = CopyPhase.LOAD
+            self._uploaded = dict.fromkeys(self._uploaded, 0)
+
     def statistics(self) -> DeviceStatistics:
         with self._lock:
             return DeviceStatistics(

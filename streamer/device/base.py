@@ -140,7 +140,10 @@ class Device(Protocol):
         """`checksum.checksum_reference` of device bytes, computed on the device, ordered on `stream`."""
 
     def enter_serving(self) -> None:
-        """From now on uploads count under phase `serve`. Once."""
+        """From now on uploads count under phase `serve`. Once a load."""
+
+    def enter_loading(self) -> None:
+        """Another load begins on an open device: uploads count under `load` again, all from zero."""
 
     def statistics(self) -> DeviceStatistics: ...
     def close(self) -> None:

@@ -171,6 +171,9 @@ class CudaDevice:
     def enter_serving(self) -> None:
         self._account.enter_serving()
 
+    def enter_loading(self) -> None:
+        self._account.enter_loading()
+
     def statistics(self) -> DeviceStatistics:
         return self._account.statistics()
 

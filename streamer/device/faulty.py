@@ -167,6 +167,9 @@ class FaultyDevice:
     def enter_serving(self) -> None:
         self.inner.enter_serving()
 
+    def enter_loading(self) -> None:
+        self.inner.enter_loading()
+
     def statistics(self) -> DeviceStatistics:
         return self.inner.statistics()
 

@@ -187,6 +187,9 @@ class HostDevice:
     def enter_serving(self) -> None:
         self._account.enter_serving()
 
+    def enter_loading(self) -> None:
+        self._account.enter_loading()
+
     def statistics(self) -> DeviceStatistics:
         return self._account.statistics()
 

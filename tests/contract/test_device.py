@@ -137,6 +137,11 @@ def test_uploads_are_counted_by_phase_and_kind(device: Device) -> None:
     assert counts[CopyPhase.LOAD, CopyKind.TABLES] == 24
     assert counts[CopyPhase.SERVE, CopyKind.ACTIVATIONS] == 7
     assert counts[CopyPhase.SERVE, CopyKind.WEIGHTS] == 0
+    device.enter_loading()
+    device.upload(buffer, 0, pinned.address, 3, stream=stream, kind=CopyKind.WEIGHTS)
+    stream.sync()
+    counts = device.statistics().uploaded_bytes
+    assert {key: n for key, n in counts.items() if n} == {(CopyPhase.LOAD, CopyKind.WEIGHTS): 3}
     stream.close()
 
 

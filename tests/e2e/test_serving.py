@@ -275,6 +275,48 @@ def test_reload_loads_a_model_file_that_was_replaced(start, make_scripted, scrip
     assert daemon.stop() == 0
 
 
+def test_reload_applies_the_models_options_by_another_load(start, make_scripted, scripted, tmp_path):
+    """With kept registrations the file's pages stay registered, and are registered once."""
+    model, config = make_scripted(tmp_path / "m.gguf", scripted.ids("ab")), tmp_path / "c.toml"
+    fixed = f'socket = "{tmp_path}/s"\ntransfer = "window"\nkeep_registered = true\nlog_format = "json"\n'
+    fixed += f'trace = "{tmp_path}/trace"\n'
+    config.write_text(fixed + "ctx = 64\n")
+    daemon = start(model, "--config", str(config), socket_path=f"{tmp_path}/s")
+
+    def reload(ctx, *more):
+        daemon.notified.clear()
+        config.write_text("\n".join([fixed, f"ctx = {ctx}", *more]))
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_notified("READY=1")
+
+    def pinned():
+        lines = daemon.get("/metrics").body.decode().splitlines()
+        return next(float(x.split()[1]) for x in lines if x.startswith("ggufd_pinned_bytes "))
+
+    first = pinned()
+    assert first >= os.path.getsize(model)
+    assert "register 0" in (tmp_path / "trace").read_text()
+    for ctx in (96, 32):
+        reload(ctx)
+        assert daemon.get("/props").json["default_generation_settings"]["n_ctx"] == ctx
+        assert pinned() == first
+        assert "register 0" not in (tmp_path / "trace").read_text()
+        ready = daemon.get("/readyz").json
+        assert ready["weight_h2d_bytes_load"] == ready["bytes_total"]
+        answer = daemon.complete(prompt=scripted.ids("a"), temperature=0, max_tokens=4).json
+        assert answer["choices"][0]["text"] == "b"
+        assert answer["ggufd"]["weight_h2d_bytes"] == 0
+    reload(64, 'kv_type = "f16"')  # refused: what is resident serves on
+    assert daemon.get("/props").json["default_generation_settings"]["n_ctx"] == 32
+    events = [json.loads(line) for line in daemon.text.splitlines()]
+    assert any(e["event"] == "reload refused" and "kv_type" in e["error"] for e in events)
+    os.replace(make_scripted(tmp_path / "new.gguf", scripted.ids("az")), model)
+    reload(48)
+    answer = daemon.complete(prompt=scripted.ids("a"), temperature=0, max_tokens=4).json
+    assert answer["choices"][0]["text"] == "z"
+    assert daemon.stop() == 0
+
+
 FAILING = """
 import sys
 from streamer.errors import DeviceError

@@ -4,6 +4,7 @@ import pytest
 
 from streamer.config import (
     OPTIONS,
+    Changes,
     Config,
     changed_options,
     client_socket_path,
@@ -109,5 +110,7 @@ def test_the_default_socket_follows_the_environment(tmp_path):
 
 
 def test_a_reload_knows_what_it_can_apply():
-    old = Config(max_body_mib=1, ring_mib=1)
-    assert changed_options(old, Config(max_body_mib=2, ring_mib=2)) == (["max_body_mib"], ["ring_mib"])
+    new = Config(max_body_mib=2, ring_mib=2, ctx=64)
+    assert changed_options(Config(max_body_mib=1, ring_mib=1), new) == Changes(
+        live=["max_body_mib"], model=["ctx"], restart=["ring_mib"]
+    )
