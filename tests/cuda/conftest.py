@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +67,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             _durations[report.nodeid] = round(report.duration, 4)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of xdist has ended: its reports came here, its device did not."""
+    _gpu.extend(getattr(node, "workeroutput", {}).get("gpu", []))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write benchmarks/results/gpu-tests-*.json (or below $GGUFD_RESULTS) after a run on a real device."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["gpu"] = _gpu
+        return  # who runs the workers hears of all tests, and writes
     if not _gpu or not _durations or "GGUFD_FAKE_CUDA" in os.environ:
         return
     record = new_record(
