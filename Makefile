@@ -48,7 +48,7 @@ uninstall:  ## as root: stop the units, remove what install has put there
 	deploy/uninstall.sh
 
 fuzz: setup  ## ten minutes of coverage-guided fuzzing
-	$(BIN)/python -m pip -q install atheris && $(BIN)/python tests/fuzz/run.py --seconds 600
+	$(BIN)/python -m pip -q install atheris==3.0.0 && $(BIN)/python tests/fuzz/run.py --seconds 600
 
 lock: setup  ## write requirements/*.txt anew from pyproject.toml
 	$(PIP) uv && for extra in runtime cuda dev; do $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate $$([ $$extra = runtime ] || echo --extra $$extra) pyproject.toml -o requirements/$$extra.txt; done

@@ -57,7 +57,7 @@ class TransferOptions:
     streams: int | None = None
     keep_registered: bool = False
     fill: str = "auto"  # who fills the ring: "auto" | "threads" | "processes"
-    verify: bool = False  # checksums of what passes are to be taken: threads do that, in parallel
+    verify: bool = False  # checksums of what passes are to be taken: whoever fills the ring does that
 
 
 def row_for(capabilities: Capabilities, cores: int) -> Row:
@@ -86,7 +86,7 @@ def filled_by_processes(capabilities: Capabilities, options: TransferOptions, co
     """Whether processes fill the ring. They pay where a GPU takes bytes faster than threads stage them."""
     if options.fill != "auto":
         return options.fill == "processes"
-    return capabilities.kind == "cuda" and cores >= MANY_CORES and not options.verify
+    return capabilities.kind == "cuda" and cores >= MANY_CORES
 
 
 def process_count(cores: int) -> int:
@@ -126,6 +126,7 @@ def _crewed_ring(device: Device, options: TransferOptions, cores: int) -> Crewed
         processes=options.workers or process_count(cores),
         chunk_nbytes=options.chunk_nbytes,
         ring_nbytes=ring_nbytes,
+        proves=options.verify,
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import streamer
 from streamer.transfer import crew_child
 from streamer.transfer.base import Source
 from streamer.transfer.crew_child import DONE, FILE, JOB, RECORDS
@@ -32,6 +33,11 @@ _COLLECTED = 512  # records read at once
 _quick = ctypes.PyDLL(None, use_errno=True)
 _quick.read.argtypes = _quick.write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 _quick.read.restype = _quick.write.restype = ctypes.c_ssize_t
+
+
+def _module_path() -> str:
+    """Where this process found its modules, for one that starts without them."""
+    return os.pathsep.join([str(Path(streamer.__file__).parents[1]), *filter(None, sys.path)])
 
 
 def _error() -> OSError:
@@ -57,16 +63,18 @@ class Done(NamedTuple):
     begun_s: float  # by perf_counter, which all processes share
     touched_s: float
     ended_s: float
+    checksum: int  # of the piece where the crew proves
 
 
 class Crew:
     """`count` processes over `nbytes` of shared memory. Fewer, or none, with a warning, where they cannot be.
 
-    One thread gives jobs and collects. Closed until started, and again after `close`.
+    One thread gives jobs and collects. Closed until started, and again after `close`. `proves`: every job's
+    checksum comes back with it.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, *, proves: bool = False) -> None:
+        self._count, self.proves = count, proves
         self._processes: list[subprocess.Popen[bytes]] = []
         self._files: list[socket.socket] = []  # one a process: where it is handed descriptors
         self._introduced: list[Source] = []
@@ -162,7 +170,8 @@ class Crew:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             inherited = (jobs, done, theirs.fileno(), memory)
-            command = (sys.executable, "-I", "-S", str(Path(crew_child.__file__)), number, *inherited, nbytes)
+            program = (sys.executable, "-I", "-S", str(Path(crew_child.__file__)))
+            command = (*program, number, *inherited, nbytes, _module_path() if self.proves else "")
             try:
                 process = subprocess.Popen(
                     [str(word) for word in command],

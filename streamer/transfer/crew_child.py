@@ -1,6 +1,10 @@
-"""A staging process: copies pieces of files into the shared ring, as told. Needs only the standard library.
+"""A staging process: copies pieces of files into the shared ring, as told. Needs only the standard library,
+and numpy where it proves what it has copied.
 
-    python -I -S crew_child.py NUMBER JOBS DONE FILES RING RING_NBYTES      (the four are descriptors)
+    python -I -S crew_child.py NUMBER JOBS DONE FILES RING RING_NBYTES PATH      (four are descriptors)
+
+PATH, where modules are found, is empty unless the checksum of every piece is wanted: taken in the ring, just
+after the copy, while the bytes are in a cache.
 
 All processes of a crew read jobs from one pipe: whoever is free takes the next. It ends when the pipe does,
 which is when the daemon closes it or is gone. A page that a truncation takes away kills only this process.
@@ -15,10 +19,12 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 JOB = struct.Struct("<IHHQQQ")  # token, file, way, offset in the file, bytes, offset in the ring
-DONE = struct.Struct("<IHHddd")  # token, number of the process, errno or 0, when begun, touched and ended
+# token, number of the process, errno or 0, when begun, touched and ended, checksum or 0
+DONE = struct.Struct("<IHHdddQ")
 FILE = struct.Struct("<Q")  # size; the descriptor comes beside it
 MAP, READ, DIRECT, READ_DROP = range(4)  # ways, as in source_policy.py
 PAGE_NBYTES = 4096
@@ -46,7 +52,12 @@ class File:
     direct: int = -1
 
 
-def work(number: int, jobs: int, done: int, files: socket.socket, ring: int) -> None:
+Checksum = Callable[[memoryview], int]
+
+
+def work(
+    number: int, jobs: int, done: int, files: socket.socket, ring: int, checksum: Checksum | None
+) -> None:
     """Until the pipe of jobs ends."""
     known: list[File] = []
     while len(record := os.read(jobs, JOB.size)) == JOB.size:
@@ -62,7 +73,10 @@ def work(number: int, jobs: int, done: int, files: socket.socket, ring: int) -> 
                 ctypes.memmove(ring + target, known[index].address + offset, nbytes)
         else:
             code = read(known[index], way, offset, nbytes, ring + target)
-        os.write(done, DONE.pack(token, number, code, begun_s, touched_s, time.perf_counter()))
+        proof = 0
+        if checksum is not None and not code:
+            proof = checksum(memoryview((ctypes.c_char * nbytes).from_address(ring + target)).cast("B"))
+        os.write(done, DONE.pack(token, number, code, begun_s, touched_s, time.perf_counter(), proof))
 
 
 def receive(files: socket.socket) -> File:
@@ -115,12 +129,18 @@ def read(file: File, way: int, offset: int, nbytes: int, address: int) -> int:
 
 
 def main() -> None:
-    number, jobs, done, files, ring, nbytes = map(int, sys.argv[1:])
+    number, jobs, done, files, ring, nbytes = map(int, sys.argv[1:7])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the daemon says when it is over
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     address = map_shared(ring, nbytes, _PROT_READ | _PROT_WRITE)
-    work(number, jobs, done, socket.socket(fileno=files), address)
+    checksum: Checksum | None = None
+    if sys.argv[7]:
+        sys.path[:0] = sys.argv[7].split(os.pathsep)
+        from streamer.device.checksum import checksum_reference
+
+        checksum = checksum_reference
+    work(number, jobs, done, socket.socket(fileno=files), address, checksum)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,19 @@ page-locked by the device. A crew that breaks is let go, and the conductor copie
 """
 
 import contextlib
-import ctypes
 import logging
-import mmap
-import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from streamer.device.base import CopyKind, Device, Event, Registration
-from streamer.errors import DeviceError, DeviceMemoryError, GgufdError
+from streamer.device.base import CopyKind, Device, Event
+from streamer.errors import DeviceError, GgufdError
 from streamer.trace import SpanRecord
 from streamer.transfer import crew_child
 from streamer.transfer.base import MIB, PAGE_NBYTES, Batch, Run, TransferStatistics
 from streamer.transfer.crew import Crew, Done, Job
 from streamer.transfer.ring_space import RingSpace
+from streamer.transfer.shared_memory import SharedMemory
 from streamer.transfer.slot_worker import span_nbytes
 from streamer.transfer.slots import checksum_at
 from streamer.transfer.source_policy import Way, choose_way, fill, read_no_further
@@ -31,7 +29,6 @@ BATCH = 4  # chunks in one copy
 PIECE_NBYTES = 4 * MIB  # what one process copies at a time
 MAX_REGIONS = 64  # batches in the ring: the driver blocks whoever queues a thousand copies
 LOOK_S = 0.05  # a conductor that waits looks this often whether to stop, and whether its crew still lives
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 
 CHILD_WAYS = {
     Way.MAP: crew_child.MAP,
@@ -48,6 +45,7 @@ class Piece:
     offset: int
     nbytes: int
     target: int
+    chunk: int = -1  # of the batch, where a piece is exactly one: then its checksum is the chunk's
 
 
 @dataclass(slots=True)
@@ -56,6 +54,7 @@ class Region:
 
     batch: Batch
     nbytes: int
+    checksums: list[int | None]  # one a chunk, None unless wanted
     way: Way = Way.MAP
     start: int = 0  # of its first byte, counted from the ring's begin
     left: int = 0
@@ -72,51 +71,19 @@ def pieces_of(offset: int, nbytes: int, start: int, piece_nbytes: int) -> Iterat
         offset = until
 
 
-class SharedMemory:
-    """Memory that other processes may map by its descriptor; as much of it pinned as can be had."""
-
-    def __init__(self, nbytes: int) -> None:
-        try:
-            self.descriptor = os.memfd_create("ggufd-ring", os.MFD_CLOEXEC)
-        except OSError as error:
-            raise DeviceError("memfd_create", error.strerror or str(error), "pinned memory") from error
-        os.ftruncate(self.descriptor, nbytes)
-        self._mmap = mmap.mmap(self.descriptor, nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mmap))
-        self.nbytes = nbytes
-        self._registration: Registration | None = None
-
-    @property
-    def pinned_nbytes(self) -> int:
-        return self._registration.nbytes if self._registration is not None else 0
-
-    def pin(self, device: Device, least: int) -> None:
-        """Pin all, or a half, a quarter ... with a warning; DeviceMemoryError when not even `least` bytes."""
-        nbytes = self.nbytes
-        with contextlib.suppress(OSError):
-            self._mmap.madvise(_POPULATE_WRITE, 0, nbytes)
-        while self._registration is None:
-            try:
-                self._registration = device.pin(self.address, nbytes)
-            except DeviceMemoryError as error:
-                nbytes = nbytes // 2 // PAGE_NBYTES * PAGE_NBYTES
-                if nbytes < least:
-                    raise
-                log.warning("event=smaller_ring nbytes=%d asked=%d free=%d", nbytes, error.asked, error.free)
-
-    def close(self) -> None:
-        """Unpin and unmap; nobody copies from or to it any more."""
-        registration, self._registration = self._registration, None
-        try:
-            if registration is not None:
-                registration.close()
-        finally:
-            self._mmap.close()
-            os.close(self.descriptor)
+def chunks_of(batch: Batch, start: int) -> Iterator[Piece]:
+    """A batch's chunks as pieces, for checksums. Two may share a page: both then bring the same bytes."""
+    begin = batch[0].chunk.file_offset
+    for index, move in enumerate(batch):
+        offset = move.chunk.file_offset
+        yield Piece(offset, move.chunk.nbytes, start + offset - begin, index)
 
 
 class CrewedRing:
-    """Pins `ring_nbytes` and starts `processes` processes in `prepare`; they end with `detach`."""
+    """Pins `ring_nbytes` and starts `processes` processes in `prepare`; they end with `detach`.
+
+    `proves`: the processes take the checksums of a run that wants them, else the conductor does.
+    """
 
     name = "ring"
     n_workers = 1
@@ -131,13 +98,14 @@ class CrewedRing:
         ring_nbytes: int,
         batch: int = BATCH,
         piece_nbytes: int = PIECE_NBYTES,
+        proves: bool = False,
     ) -> None:
         assert piece_nbytes % PAGE_NBYTES == 0, piece_nbytes
         self._device, self.chunk_nbytes, self.batch = device, chunk_nbytes, batch
         self._ring_nbytes = max(ring_nbytes // PAGE_NBYTES * PAGE_NBYTES, self._least)
         self._piece_nbytes = piece_nbytes
         self._memory: SharedMemory | None = None
-        self._crew = Crew(processes)
+        self._crew = Crew(processes, proves=proves)
         self._processes = processes
 
     @property
@@ -240,11 +208,14 @@ class Conductor:
             return True
         for done in records:
             region, piece = self._pieces.pop(done.token)
+            region.left -= 1
             if done.code:
                 self._copy(region, piece)  # again, by itself: it knows how to tell what is wrong
-            elif self._run.tracer.enabled:
+                continue
+            if piece.chunk >= 0:
+                region.checksums[piece.chunk] = done.checksum
+            if self._run.tracer.enabled:
                 self._trace(done, region)
-            region.left -= 1
         return bool(records)
 
     def _upload(self) -> bool:
@@ -253,21 +224,16 @@ class Conductor:
         while self._staging and not self._staging[0].left:
             region = self._staging.popleft()
             first, run = region.batch[0], self._run
-            checksums: list[int | None] = [None] * len(region.batch)
             address = self._address + region.start
             if run.checksum:
-                starts = [move.chunk.file_offset - first.chunk.file_offset for move in region.batch]
-                checksums = [
-                    checksum_at(address + start, move.chunk.nbytes)
-                    for start, move in zip(starts, region.batch, strict=True)
-                ]
+                self._complete_checksums(region)
             with self._blamed(region):
                 stream = run.streams[0]
                 run.device.upload(
                     first.buffer, first.offset, address, region.nbytes, stream=stream, kind=CopyKind.WEIGHTS
                 )
                 region.event = stream.record()
-            for move, checksum in zip(region.batch, checksums, strict=True):
+            for move, checksum in zip(region.batch, region.checksums, strict=True):
                 run.hooks.submitted(move, 0, checksum)
             self._uploading.append(region)
             uploaded = True
@@ -306,7 +272,11 @@ class Conductor:
             read_no_further(source)  # the processes share the descriptor
         run.hooks.read(region.nbytes, region.way.origin)
         self._staging.append(region)
-        self._give(region, list(pieces_of(offset, region.nbytes, region.start, self._piece_nbytes)))
+        if run.checksum and self._crew.proves:
+            pieces = chunks_of(region.batch, region.start)
+        else:
+            pieces = pieces_of(offset, region.nbytes, region.start, self._piece_nbytes)
+        self._give(region, list(pieces))
         return True
 
     def _cut(self) -> Region | None:
@@ -318,9 +288,15 @@ class Conductor:
         while count > 1 and span_nbytes(batch[:count]) > self._most:
             count -= 1
         self._waiting = batch[count:]
-        return Region(batch[:count], span_nbytes(batch[:count]))
+        return Region(batch[:count], span_nbytes(batch[:count]), [None] * count)
 
     # ---- details
+
+    def _complete_checksums(self, region: Region) -> None:
+        """Those that no process of the crew has taken."""
+        for index, piece in enumerate(chunks_of(region.batch, region.start)):
+            if region.checksums[index] is None:
+                region.checksums[index] = checksum_at(self._address + piece.target, piece.nbytes)
 
     def _give(self, region: Region, pieces: list[Piece]) -> None:
         if not self._crew.is_open:

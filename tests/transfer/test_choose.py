@@ -102,7 +102,7 @@ def test_pinned_memory_stays_within_256_mib_on_a_large_machine() -> None:
         (DISCRETE, 16, TransferOptions(), True),
         (DISCRETE, MANY_CORES, TransferOptions(), True),
         (DISCRETE, MANY_CORES - 1, TransferOptions(), False),
-        (DISCRETE, 16, TransferOptions(verify=True), False),  # checksums are taken by threads
+        (DISCRETE, 16, TransferOptions(verify=True), True),
         (DISCRETE, 16, TransferOptions(fill="threads"), False),
         (DISCRETE, 2, TransferOptions(fill="processes"), True),
         (HostDevice().capabilities, 16, TransferOptions(), False),

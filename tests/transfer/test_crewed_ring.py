@@ -12,6 +12,7 @@ from streamer.bench.meters import children
 from streamer.device.host import HostDevice
 from streamer.errors import DeviceMemoryError, FileChangedError, ResidencyError
 from streamer.gguf.mapping import Mapping
+from streamer.residency.state import Phase
 from streamer.trace import RecordingTracer
 from streamer.transfer.crewed_ring import CrewedRing, pieces_of
 from streamer.transfer.ring_space import RingSpace
@@ -168,7 +169,8 @@ def test_a_file_truncated_meanwhile_is_noticed_and_named(tmp_path, crew, verify:
     assert not crew()
 
 
-def test_a_byte_flipped_in_the_ring_is_found_and_named(tmp_path) -> None:
+@pytest.mark.parametrize("proves", [False, True])
+def test_a_byte_flipped_in_the_ring_is_found_and_named(tmp_path, proves: bool) -> None:
     model, device = noisy_model(tmp_path), Meddling(3)
 
     def flip(source: int, nbytes: int) -> None:
@@ -178,8 +180,29 @@ def test_a_byte_flipped_in_the_ring_is_found_and_named(tmp_path) -> None:
 
     device.meddle = flip
     with pytest.raises(ResidencyError, match=r"blk\.\d+\.w\d+\.weight: device bytes from byte"):
-        run_load(model, device, make_transfer("crewed", device), verify=True)
+        run_load(model, device, make_transfer("crewed", device, proves=proves), verify=True)
     assert_nothing_held(device)
+
+
+def test_the_processes_take_the_checksums(tmp_path, monkeypatch) -> None:
+    model, device = noisy_model(tmp_path), HostDevice()
+    monkeypatch.setattr("streamer.transfer.crewed_ring.checksum_at", None)  # none is left to the conductor
+    weights, ledger = run_load(model, device, make_transfer("crewed", device, proves=True), verify=True)
+    assert_exact(model, device, weights)
+    assert ledger.statistics().phase_seconds[Phase.VERIFY] >= 0.0
+    device.close()
+
+
+def test_checksums_of_processes_that_are_killed_are_taken_by_the_conductor(tmp_path, crew) -> None:
+    model, device = noisy_model(tmp_path), Meddling(3, link_bytes_per_s=50e6)
+    transfer = make_transfer("crewed", device, proves=True)
+    device.meddle = lambda source, nbytes: kill_all(transfer)
+    weights, _ = run_load(model, device, transfer, verify=True)
+    assert_exact(model, device, weights)
+    weights.close()
+    transfer.close()
+    assert_nothing_held(device)
+    assert not crew()
 
 
 # ---- memory and files
@@ -203,8 +226,8 @@ def test_no_pinned_memory_at_all_is_an_error(tmp_path, crew) -> None:
     assert not crew()
 
 
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_cold_file_is_read_around_or_dropped_from_the_page_cache(tmp_path, direct: bool) -> None:
+@pytest.mark.parametrize(("direct", "proves"), [(True, False), (True, True), (False, False)])
+def test_a_cold_file_is_read_around_or_dropped_from_the_page_cache(tmp_path, direct, proves) -> None:
     class Kind(Mapping):
         def open_direct(self) -> bool:
             return direct and super().open_direct()
@@ -221,7 +244,7 @@ def test_a_cold_file_is_read_around_or_dropped_from_the_page_cache(tmp_path, dir
         if probe.resident_bytes():
             pytest.skip("this file system does not evict")
         device = HostDevice()
-        transfer = make_transfer("crewed", device, chunk_nbytes=MIB)
+        transfer = make_transfer("crewed", device, chunk_nbytes=MIB, proves=proves)
         weights, ledger = run_load(model, device, transfer, verify=True, open_source=Kind)
         assert_exact(model, device, weights)
         assert ledger.statistics().storage_bytes == model.plan.nbytes
