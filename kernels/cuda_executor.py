@@ -2,10 +2,12 @@
 
 A decode step replays the graph of the smallest batch size that holds it; a short prefill or mixed step,
 that of its rows. Anything else (long chunks, whose launches the device hides, and embeddings) is launched
-eagerly. A step costs one upload of tables, one replay and one small download; only `PendingStep.result`
-waits, so the next step may be queued before it.
+eagerly. No request waits for a graph: those not captured before READY are captured when nothing runs, and
+until then a larger one does, or the launches one by one. A step costs one upload of tables, one replay and
+one small download; only `PendingStep.result` waits, so the next step may be queued before it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from streamer.kernels.ops import Batch, ExecutorStatistics, Model, SamplingBatch
 
 IN_FLIGHT = 3  # steps whose host buffers are not reused yet
 EAGER_WARM_ROWS = 160  # enough for every kernel of long prefills
+MISSES = 64  # steps without the graph they want, after which it is captured although others wait
 ADJUSTMENTS_A_ROW = 2048  # sparse logit adjustments there is room for, on average over the sequences
 
 
@@ -109,6 +112,7 @@ class CudaExecutor:
         self._results = {kind: ResultLayout(kind.n_logits) for kind in self._layouts}
         self._turns: list[_Turn] = []
         self._graphs: dict[StepKind, Graph] = {}
+        self._missed: Counter[StepKind] = Counter()  # steps that had to do without their graph
         self._steps = self._replays = 0
         self._closers = list(closers)
         self._n_embd = workspace.n_embd
@@ -127,7 +131,20 @@ class CudaExecutor:
         self._warm_eager()
         for kind in self._limits.first_graphs:
             self._graphs[kind] = self._captured(kind)
-        self._warm_graphs()
+        for kind in self._graphs:
+            self._replay_padding(kind)
+        self._stream.sync()
+
+    def prepare_more(self) -> bool:
+        """Capture the next graph, and replay it once. Takes tens of milliseconds."""
+        lacking = (kind for kind in self._limits.graphs if kind not in self._graphs)
+        kind = next(lacking, None)
+        if kind is None:
+            return False
+        self._graphs[kind] = self._captured(kind)
+        self._replay_padding(kind)
+        self._stream.sync()
+        return True
 
     def _captured(self, kind: StepKind) -> Graph:
         shape = graph_shape(kind, self._layouts[kind], self._workspace.tables)
@@ -139,12 +156,10 @@ class CudaExecutor:
         self._step_tables(self._limits.eager, _padding_batch(), _padding_sampling())
         self._queue(self._eager_shape_of(rows), self._limits.eager)
 
-    def _warm_graphs(self) -> None:
-        """Replay every graph with padding rows only: first launches load code."""
-        for kind, graph in self._graphs.items():
-            self._step_tables(kind, _padding_batch(), _padding_sampling())
-            graph.replay(stream=self._stream.handle)
-        self._stream.sync()
+    def _replay_padding(self, kind: StepKind) -> None:
+        """With padding rows only: a first launch loads code."""
+        self._step_tables(kind, _padding_batch(), _padding_sampling())
+        self._graphs[kind].replay(stream=self._stream.handle)
 
     def _eager_shape_of(self, n_rows: int) -> StepShape:
         """An eager step of padding rows and one logit row."""
@@ -157,9 +172,7 @@ class CudaExecutor:
     def step(self, batch: Batch, sampling: SamplingBatch) -> Pending:
         """Queue one step. Raises DeviceError; the arrays of `batch` are read before it returns."""
         n_logits = len(batch.logit_rows)
-        kind = self._limits.eager
-        if not batch.want_hidden:
-            kind = self._limits.choose(batch.n_rows, len(batch.spans), n_logits, decode=batch.is_decode)
+        kind = self._limits.eager if batch.want_hidden else self._kind_of(batch)
         turn, packed = self._step_tables(kind, batch, sampling)
         self._steps += 1
         if kind.eager:
@@ -167,13 +180,22 @@ class CudaExecutor:
             if batch.want_hidden:
                 return self._pending_hidden(turn, out, n_logits)
         else:
-            if kind not in self._graphs:
-                self._graphs[kind] = self._captured(kind)
             self._graphs[kind].replay(stream=self._stream.handle)
             self._replays += 1
             if packed.n_top and n_logits:
                 self._ops.top(n_logits, packed.n_top, self._results[kind], stream=self._stream.handle)
         return self._pending(turn, kind, n_logits, packed.n_top)
+
+    def _kind_of(self, batch: Batch) -> StepKind:
+        """The cheapest kind that holds the step and has its graph."""
+        n_spans, n_logits, decode = len(batch.spans), len(batch.logit_rows), batch.is_decode
+        wanted = self._limits.choose(batch.n_rows, n_spans, n_logits, decode=decode)
+        if wanted.eager or wanted in self._graphs:
+            return wanted
+        self._missed[wanted] += 1
+        if self._missed[wanted] > MISSES:
+            self._graphs[wanted] = self._captured(wanted)
+        return self._limits.choose(batch.n_rows, n_spans, n_logits, decode=decode, among=self._graphs)
 
     def _step_tables(self, kind: StepKind, batch: Batch, sampling: SamplingBatch) -> tuple[_Turn, Packed]:
         turn = self._turns[self._steps % IN_FLIGHT]

@@ -1,6 +1,8 @@
 """How much a CUDA executor makes room for, and what a step reads: sizes and table addresses. Values."""
 
+from collections.abc import Container
 from dataclasses import dataclass
+from functools import cached_property
 
 from streamer.kernels.cuda_tables import TableLayout
 
@@ -45,7 +47,7 @@ class Limits:
         """Spans of a step that may have a graph."""
         return min(self.max_sequences, LOGIT_ROWS)
 
-    @property
+    @cached_property
     def graphs(self) -> tuple[StepKind, ...]:
         """Kinds with a graph, cheapest first: decode by batch size, then short prefill and mixed steps."""
         most = self.most_spans
@@ -62,7 +64,7 @@ class Limits:
 
     @property
     def first_graphs(self) -> tuple[StepKind, ...]:
-        """What the first requests use. Larger batches come later and pay for their graph's capture once."""
+        """What the first requests use. The others are captured when there is nothing else to do."""
         few = min(FEW_SPANS, self.most_spans)
         return tuple(k for k in self.graphs if k.n_spans <= few)
 
@@ -75,9 +77,18 @@ class Limits:
     def kinds(self) -> tuple[StepKind, ...]:
         return (*self.graphs, self.eager)
 
-    def choose(self, n_rows: int, n_spans: int, n_logits: int, *, decode: bool) -> StepKind:
-        """The cheapest kind that holds such a step."""
-        fits = (k for k in self.graphs if k.holds(n_rows, n_spans, n_logits, decode=decode))
+    def choose(
+        self,
+        n_rows: int,
+        n_spans: int,
+        n_logits: int,
+        *,
+        decode: bool,
+        among: Container[StepKind] | None = None,
+    ) -> StepKind:
+        """The cheapest kind that holds such a step (of these with a graph, or of all that may have one)."""
+        kinds = self.graphs if among is None else (k for k in self.graphs if k in among)
+        fits = (k for k in kinds if k.holds(n_rows, n_spans, n_logits, decode=decode))
         return next(fits, self.eager)
 
 

@@ -70,6 +70,9 @@ class HostExecutor:
         self._last_ids[sampling.slots[kept]] = result.ids[kept]
         return Done(result)
 
+    def prepare_more(self) -> bool:
+        return False
+
     def copy_state(self, source_slot: int, target_slot: int) -> None:
         for layer in self._recurrent:
             for state in (self._cache.conv_state(layer), self._cache.delta_state(layer)):

@@ -358,6 +358,9 @@ class Executor(Protocol):
     def warm(self) -> None:
         """Everything a first request would otherwise pay: compile, capture, first calls. Before READY."""
 
+    def prepare_more(self) -> bool:
+        """While nothing runs: one short piece of what later steps will want. False: there was none left."""
+
     def step(self, batch: Batch, sampling: SamplingBatch) -> PendingStep: ...
     def copy_state(self, source_slot: int, target_slot: int) -> None:
         """Copy all recurrent state between slots, ordered with steps. No-op without recurrent layers."""

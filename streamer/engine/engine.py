@@ -20,6 +20,7 @@ from streamer.engine.sequence import Sequence, new_sequence
 from streamer.engine.steps import EngineOptions, StepLoop
 from streamer.kernels.ops import Executor
 
+QUIET_S = 0.5  # without work for so long, the executor prepares more: a first request is not kept waiting
 FAREWELL_S = 5.0  # after a drain's time is over: how long the cancelled requests' last events may take
 
 
@@ -64,6 +65,7 @@ class Engine:
         self._refusal: str | None = "not started"
         self._stopping = False
         self._busy_since_s: float | None = None
+        self._may_prepare = True  # the executor has not said that nothing is left
         self.failed: str | None = None
 
     # ---- for the loop ----
@@ -170,7 +172,7 @@ class Engine:
                     more = self._take_turn()
                 if not more and not self._inbox:
                     self._busy_since_s = None
-                    self._wake.wait(self._patience_s())
+                    self._rest()
             self._end_all()
         except Exception as error:  # noqa: BLE001 - whatever it is must reach requests and service
             self._fail(error)
@@ -195,6 +197,15 @@ class Engine:
                 self._steps.submit(sequence)
             else:
                 self._steps.finish(sequence, reason)
+
+    def _rest(self) -> None:
+        """Until something comes or is due. A long rest is used: the executor prepares, piece by piece."""
+        patience_s = self._patience_s()
+        if not self._may_prepare or (patience_s is not None and patience_s < QUIET_S):
+            self._wake.wait(patience_s)
+        elif not self._wake.wait(QUIET_S):
+            while self._may_prepare and not self._wake.is_set():
+                self._may_prepare = self._steps.prepare_more()
 
     def _patience_s(self) -> float | None:
         due = self._steps.next_due_s()

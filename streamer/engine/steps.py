@@ -107,6 +107,10 @@ class StepLoop:
             self.outcomes.conclude(sequence, reason, error)
         self._in_flight.clear()
 
+    def prepare_more(self) -> bool:
+        """While idle: let the executor prepare a piece of what later steps will want. False: nothing left."""
+        return self._executor.prepare_more()
+
     def close(self) -> None:
         self._masks.close()
 

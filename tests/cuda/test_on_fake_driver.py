@@ -77,3 +77,11 @@ def test_load_benchmark_runs_without_a_gpu(fake_driver: Path, tmp_path: Path) ->
     record = json.loads((next(tmp_path.glob("load-fake-gpu-*.json"))).read_text())
     assert record["metrics"]["unplanned_mib"] == 0
     assert record["metrics"]["checksum_gbps"] > 0
+
+
+def test_no_step_captures_a_graph_that_could_wait(fake_driver: Path, tmp_path: Path) -> None:
+    """Kernels are compiled and launched, their work is not done."""
+    model = ROOT / "tests" / "data" / "tiny-llama.gguf"
+    result = run_python(fake_driver, str(HERE / "fake" / "graphs.py"), str(model), str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("graphs")

@@ -93,6 +93,7 @@ class FakeExecutor:
     fail_in_call: bool = False  # raise from `step` itself instead
     poison: Callable[[int, int], bool] = lambda slot, position: False  # rows that come back not finite
     gate: threading.Event | None = None
+    n_pieces: int = 0  # what it may still prepare
     stepped: threading.Event = field(default_factory=threading.Event)  # a step was launched
     batches: list[Batch] = field(default_factory=list)
     samplings: list[SamplingBatch] = field(default_factory=list)
@@ -105,6 +106,10 @@ class FakeExecutor:
 
     def warm(self) -> None: ...
     def close(self) -> None: ...
+
+    def prepare_more(self) -> bool:
+        self.n_pieces -= 1
+        return self.n_pieces > 0
 
     def copy_state(self, source_slot: int, target_slot: int) -> None:
         assert self.is_recurrent

@@ -391,3 +391,31 @@ def test_all_events_of_a_turn_travel_in_one_call(bench, request_of):
             assert len(calls) <= len(b.executor.batches) + 2
 
     asyncio.run(main())
+
+
+def test_an_idle_engine_lets_the_executor_prepare_and_a_request_ends_that(fake_executor, request_of):
+    """A piece at a time, after a while without work: what a request waits for is one piece at most."""
+
+    async def main():
+        bench = Bench(fake_executor)
+        executor, began, go_on = bench.executor, threading.Event(), threading.Semaphore(0)
+        executor.n_pieces = 4
+
+        def slow_piece(inner=executor.prepare_more):
+            began.set()
+            assert go_on.acquire(timeout=60)
+            return inner()
+
+        executor.prepare_more = slow_piece
+        with bench:
+            assert await asyncio.to_thread(began.wait, 60)
+            handle = bench.engine.submit_nowait(request_of(prompt=[1, 2, 3], max_tokens=2))
+            go_on.release()
+            assert [event async for event in handle.events()]
+            assert executor.n_pieces == 3  # the request came before the next piece
+            go_on.release(9)
+            while executor.n_pieces > 0:  # noqa: ASYNC110 - written by the engine's thread
+                await asyncio.sleep(0.01)
+        assert executor.n_pieces == 0  # and then it is not asked again
+
+    asyncio.run(main())
