@@ -110,6 +110,11 @@ class ChatRun:
                 pass
 
     @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt, known before anything has run."""
+        return len(self._prepared[0].request.prompt_ids)
+
+    @property
     def finishes(self) -> list[FinishEvent]:
         return [a.end.event for a in self.answers if a.end is not None]
 

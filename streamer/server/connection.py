@@ -157,6 +157,7 @@ class Connection(web.RequestHandler):
         response = web.Response(
             status=status, body=encode(error_object(status, text)), content_type="application/json"
         )
+        response.headers["Server"] = "ggufd"
         response.force_close()
         return response
 

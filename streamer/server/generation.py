@@ -41,8 +41,8 @@ async def prepare_completion(state: ServerState, backend: Backend, call: Complet
     check_generation(backend, generation)
     prepared: list[Prepared] = []
     for prompt in call.prompts:
-        ids = await encode_prompt(backend, prompt)
-        check_context(backend, len(ids))
+        ids = await encode_prompt(backend, prompt, "prompt")
+        check_context(backend, len(ids), "prompt")
         shown = (
             (prompt if isinstance(prompt, str) else backend.text.tokenizer.decode(ids, special=True))
             if call.echo
@@ -58,6 +58,7 @@ async def prepare_completion(state: ServerState, backend: Backend, call: Complet
                 prepared.append(Prepared(request, text))
                 continue
             wants_scores = generation.sampling.n_logprobs is not None
+            text.n_before = len(shown)
             echoed = _Echo(backend, tuple(ids), shown, wants_scores)
             prepared.append(
                 Prepared(dataclasses.replace(request, prompt_logprobs=wants_scores), text, echoed)
@@ -77,9 +78,13 @@ class _Echo:
     def __call__(self, event: PromptEvent) -> Piece:
         if not self.wants_scores:
             return Piece(self.text)
-        vocabulary = self.backend.text.tokenizer
-        pairs = zip(self.ids, event.logprobs, strict=True)
-        return Piece(self.text, tuple(make_entry(vocabulary, i, logprobs) for i, logprobs in pairs))
+        vocabulary, entries = self.backend.text.tokenizer, []
+        shown = self.backend.text.prompt_text(self.ids, self.text)
+        offset = 0
+        for token_id, logprobs in zip(self.ids, event.logprobs, strict=True):
+            entries.append(make_entry(vocabulary, token_id, logprobs, offset))
+            offset += len(shown.push(token_id))
+        return Piece(self.text, tuple(entries))
 
 
 async def prepare_chat(state: ServerState, backend: Backend, call: ChatCall) -> ChatRun:
@@ -87,6 +92,8 @@ async def prepare_chat(state: ServerState, backend: Backend, call: ChatCall) -> 
     check_generation(backend, generation)
     prompt = await backend.text.encode_chat(call, backend.card.n_ctx)
     ids = prompt.ids
+    if not ids:
+        refuse("the chat template makes an empty prompt of these messages", "messages")
     check_context(backend, len(ids))
     prepared, parsers = [], []
     for i in range(generation.n):
@@ -116,39 +123,38 @@ async def prepare_embeddings(state: ServerState, backend: Backend, call: Embeddi
         refuse(f"dimensions must be {backend.card.n_embd} for this model", "dimensions")
     prepared = []
     for i, prompt in enumerate(call.inputs):
-        ids = await encode_prompt(backend, prompt)
-        check_context(backend, len(ids))
+        ids = await encode_prompt(backend, prompt, "input")
+        check_context(backend, len(ids), "input")
         generation = Generation(sampling=_NO_SAMPLING, seeded=True, max_tokens=0)
         request = _request(state, backend, generation, ids, i, None)
         prepared.append(Prepared(dataclasses.replace(request, embed=call.pooling), None))
     return prepared
 
 
-async def encode_prompt(backend: Backend, prompt: str | Sequence[int | str]) -> list[int]:
-    """A raw prompt is the client's own framing.
-
-    Names of control tokens in it are those tokens, as in llama-server.
+async def encode_prompt(backend: Backend, prompt: str | Sequence[int | str], param: str) -> list[int]:
+    """A raw prompt is the client's own framing: names of control tokens in it are those tokens, as in
+    llama-server. `param`: the member it came in.
     """
     parts = [prompt] if isinstance(prompt, str) else prompt
     texts = [part for part in parts if isinstance(part, str)]
-    backend.text.check_size(sum(map(len, texts)), backend.card.n_ctx)
+    backend.text.check_size(sum(map(len, texts)), backend.card.n_ctx, param)
     n_vocab = backend.text.tokenizer.n_tokens
     ids: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, str):
             ids += await backend.text.encode(part, add_special=i == 0, parse_special=True)
         elif part >= n_vocab:
-            refuse(f"prompt: token ids must be below {n_vocab}", "prompt")
+            refuse(f"{param}: token ids must be below {n_vocab}", param)
         else:
             ids.append(part)
     if not ids:
-        refuse("the prompt has no tokens", "prompt")
+        refuse(f"{param} has no tokens", param)
     return ids
 
 
-def check_context(backend: Backend, n_prompt: int) -> None:
+def check_context(backend: Backend, n_prompt: int, param: str = "messages") -> None:
     if n_prompt > backend.card.n_ctx:
-        raise context_error(n_prompt, backend.card.n_ctx)
+        raise context_error(n_prompt, backend.card.n_ctx, param)
 
 
 def check_generation(backend: Backend, generation: Generation) -> None:
@@ -194,7 +200,12 @@ def _deadline(state: ServerState, generation: Generation) -> float | None:
 
 
 def check_backpressure(state: ServerState, backend: Backend, n_sequences: int) -> None:
-    """429 when the queue has no room for all sequences of a request: either all run or none."""
+    """429 when the queue has no room for all sequences of a request: either all run or none. 400 when it
+    could never have.
+    """
+    most = state.limits.max_queue + backend.card.max_sequences
+    if n_sequences > most:
+        refuse(f"the request asks for {n_sequences} sequences; this server takes at most {most} at once")
     waiting = backend.engine.statistics().waiting
     if waiting and waiting + n_sequences > state.limits.max_queue:
         raise ClientError(429, "too many requests are waiting", type="rate_limit_error", retry_after_s=1)

@@ -59,7 +59,10 @@ async def _answered(state: ServerState, request: web.Request, handler: Handler) 
     except ClientError as error:
         return error_response(request, error)
     except web.HTTPException as error:  # aiohttp's own: no such route, wrong method
-        return error_response(request, _of_aiohttp(error))
+        response = error_response(request, _of_aiohttp(error))
+        if "Allow" in error.headers:
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception:

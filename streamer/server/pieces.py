@@ -36,16 +36,16 @@ class Piece:
         return bool(self.text or self.entries)
 
 
-def make_entry(vocabulary: Vocabulary, token_id: int, logprobs: TokenLogprobs | None) -> Entry:
+def make_entry(vocabulary: Vocabulary, token_id: int, logprobs: TokenLogprobs | None, offset: int) -> Entry:
     """None: the first id of an echoed prompt has no log-probability."""
     raw = vocabulary.token_bytes(token_id)
     if logprobs is None:
-        return Entry(token_id, raw.decode("utf-8", "replace"), raw, None)
+        return Entry(token_id, raw.decode("utf-8", "replace"), raw, None, (), offset)
     top = []
     for ranked_id, logprob in logprobs.top:
         ranked = vocabulary.token_bytes(ranked_id)
         top.append(Ranked(ranked_id, ranked.decode("utf-8", "replace"), ranked, logprob))
-    return Entry(token_id, raw.decode("utf-8", "replace"), raw, logprobs.logprob, tuple(top))
+    return Entry(token_id, raw.decode("utf-8", "replace"), raw, logprobs.logprob, tuple(top), offset)
 
 
 @dataclass
@@ -56,6 +56,8 @@ class TokenText:
     vocabulary: Vocabulary
     stops: StopMatcher
     with_logprobs: bool
+    n_before: int = 0  # characters of an echoed prompt
+    n_tokens: int = 0  # up to the one that completed a stop string
     n_decoded: int = 0  # characters that came out of the detokenizer
     n_sent: int = 0  # characters given out as pieces
     _waiting: list[tuple[int, Entry]] = field(
@@ -72,8 +74,10 @@ class TokenText:
         for event in events:
             if self.stops.stopped is not None:
                 break
+            self.n_tokens += 1
             if self.with_logprobs:
-                entry = make_entry(self.vocabulary, event.token_id, event.logprobs)
+                offset = self.n_before + self.n_decoded
+                entry = make_entry(self.vocabulary, event.token_id, event.logprobs, offset)
                 self._waiting.append((self.n_decoded, entry))
             decoded = self.detokenizer.push(event.token_id)
             self.n_decoded += len(decoded)

@@ -62,12 +62,12 @@ async def _stream(request: web.Request, run: ChatRun, head: dict[str, Any]) -> w
                 continue
             if not begun:
                 begun = True
-                opening = message_object(head, [], (None, None), usage_object(Usage(0, 0, 0)))
+                opening = message_object(head, [], (None, None), usage_object(Usage(run.n_prompt, 0, 0)))
                 await stream.send(_frame("message_start", message=opening) + _frame("ping"))
             if isinstance(item, ChatText):
                 await writer.write(item)
             else:
-                await writer.end_block()
+                await writer.finish()
                 reason, stop = stop_reason(run.answers[0].finish, item.stop)
                 delta = {"stop_reason": reason, "stop_sequence": stop}
                 usage = usage_object(run.usage)
@@ -86,10 +86,12 @@ class _BlockWriter:
     def __init__(self, stream: EventStream) -> None:
         self._stream = stream
         self._index = -1
+        self._has_said = False  # anything but thoughts
         self._kind: Any = None  # "text" | "thinking" | ("tool", number of the call)
 
     async def write(self, item: ChatText) -> None:
         delta = item.delta
+        self._has_said = self._has_said or bool(delta.content or delta.calls)
         if delta.reasoning:
             await self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             await self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
@@ -114,6 +116,12 @@ class _BlockWriter:
 
     async def _delta(self, delta: dict[str, Any]) -> None:
         await self._stream.send(_frame("content_block_delta", index=self._index, delta=delta))
+
+    async def finish(self) -> None:
+        """The last block ends; an answer of no words has one all the same."""
+        if not self._has_said:
+            await self._begin("text", {"type": "text", "text": ""})
+        await self.end_block()
 
     async def end_block(self) -> None:
         if self._kind is not None:

@@ -163,17 +163,13 @@ async def _stream_completion(
 ) -> web.StreamResponse:
     head = {**head, "object": "text_completion"}
     wants = call.generation.sampling.n_logprobs is not None
-    offsets = [0 for _ in prepared]
     ends: dict[int, End] = {}
     async with event_stream(request) as stream:
         async with contextlib.aclosing(run_sequences(backend.engine, prepared)) as items:
             async for item in items:
                 if isinstance(item, Text):
                     entries = list(item.piece.entries) if wants else None
-                    choice = completion_choice(
-                        item.index, item.piece.text, entries, None, offsets[item.index]
-                    )
-                    offsets[item.index] += len(item.piece.text)
+                    choice = completion_choice(item.index, item.piece.text, entries, None)
                     await stream.send(data_frame({**head, "choices": [choice]}))
                 elif isinstance(item, End):
                     ends[item.index] = item

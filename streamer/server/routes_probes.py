@@ -5,6 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
+from streamer.errors import ClientError
 from streamer.server.answers import json_response
 from streamer.server.api.errors import HEALTHY_BODY, LOADING_BODY, encode
 from streamer.server.middleware import STATE
@@ -58,7 +59,7 @@ def _with_retry(response: web.Response) -> web.Response:
 async def residency(request: web.Request) -> web.StreamResponse:
     """The account with its layers; as events until the load ends when the client accepts them."""
     state = request.app[STATE]
-    if "text/event-stream" not in request.headers.get("Accept", ""):
+    if request.method == "HEAD" or "text/event-stream" not in request.headers.get("Accept", ""):
         return json_response(state.residency(True))
     limits = state.limits
     async with EventStream(
@@ -84,7 +85,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     backend = request.app[STATE].ready_backend()
     if request.match_info["model"] != backend.card.id:
-        raise web.HTTPNotFound
+        raise ClientError(404, "there is no such model", type="not_found_error", code="model_not_found")
     return json_response(model_object(backend))
 
 

@@ -91,8 +91,8 @@ async def _stream(
                 await writer.send("response.in_progress", response=opening)
             if isinstance(item, ChatText):
                 await writer.write(item)
-        await writer.end_item()
         answer = run.answers[0]
+        await writer.finish(_status(answer))
         final = response_object(head, call, writer.done, _status(answer), run.usage)
         kind = "response.incomplete" if answer.finish == "length" else "response.completed"
         await writer.send(kind, response={**final, "ggufd": run.details})
@@ -120,9 +120,7 @@ class _ItemWriter:
             await self._begin("reasoning", {"type": "reasoning", "id": _new_id("rs_"), "summary": []})
             await self._grow("response.reasoning_text.delta", delta.reasoning, content_index=0)
         if delta.content:
-            if self._key != "text":
-                await self._begin("text", message_item(_new_id("msg_"), None, "in_progress"))
-                await self.send("response.content_part.added", **self._place(0), part=text_part(""))
+            await self._begin_text()
             await self._grow("response.output_text.delta", delta.content, content_index=0, logprobs=[])
         for call in delta.calls:
             if call.id is not None:
@@ -143,11 +141,22 @@ class _ItemWriter:
         self._key, self._open, self._text = key, item, ""
         await self.send("response.output_item.added", output_index=len(self.done), item=item)
 
+    async def _begin_text(self) -> None:
+        if self._key != "text":
+            await self._begin("text", message_item(_new_id("msg_"), None, "in_progress"))
+            await self.send("response.content_part.added", **self._place(0), part=text_part(""))
+
     async def _grow(self, kind: str, text: str, **members: Any) -> None:
         self._text += text
         await self.send(kind, **self._place(), delta=text, **members)
 
-    async def end_item(self) -> None:
+    async def finish(self, status: str) -> None:
+        """The last item ends as the answer does; an answer without words or calls has an empty message."""
+        if self._key in (None, "reasoning") and all(item["type"] == "reasoning" for item in self.done):
+            await self._begin_text()
+        await self.end_item(status)
+
+    async def end_item(self, status: str = "completed") -> None:
         if self._open is None:
             return
         item_id = self._open["id"]
@@ -157,7 +166,7 @@ class _ItemWriter:
         elif self._key == "text":
             await self.send("response.output_text.done", **self._place(0), text=self._text, logprobs=[])
             await self.send("response.content_part.done", **self._place(0), part=text_part(self._text))
-            item = message_item(item_id, self._text, "completed")
+            item = message_item(item_id, self._text, status)
         else:
             name = self._open["name"]
             await self.send(

@@ -6,7 +6,7 @@ Whatever happens, none is left running.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from streamer.engine.handle import NotServing, PromptTooLong, QueueFull
@@ -162,6 +162,8 @@ def _ending(index: int, event: FinishEvent, text: TokenText | None) -> list[Item
         return [End(index, event, FINISH_NAMES[event.reason], None)]
     last = text.finish()
     finish = "stop" if text.stopped is not None else FINISH_NAMES[event.reason]
+    if text.stopped is not None:  # what was sampled until the engine heard of it is nobody's
+        event = replace(event, n_generated=text.n_tokens)
     return (
         [Text(index, last), End(index, event, finish, text.stopped)]
         if last

@@ -5,7 +5,7 @@ threads, so that probes are answered meanwhile.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from streamer.text.constraint import ConstraintFactory
 from streamer.text.detokenizer import Detokenizer, StopMatcher
 from streamer.text.reasoning import CLOSE, ReasoningSplitter, closes_thinking, opens_thinking, thinks
 from streamer.text.tokenizer import Tokenizer, build_tokenizer
-from streamer.text.tools import SHOWN_TOKENS, ToolCallParser, choose_form, instructions, knows_tools
+from streamer.text.tools import SHOWN_TOKENS, ToolCallParser, choose_form, instructions, knows_tools, spoken
 from streamer.text.vocabulary import read_vocabulary
 
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class TextWork:
         self._form = choose_form(templates.source)
         self._thinks = thinks(templates.source)
         self._knows_tools = any(knows_tools(source) for source in templates.sources.values())
+        self._knows_calls = any("tool_calls" in source for source in templates.sources.values())
         by_text = tokenizer.ids_by_text
         self._shown = frozenset(by_text[text] for text in SHOWN_TOKENS if text in by_text)
         self._tags_are_control = CLOSE in by_text and tokenizer.is_control(by_text[CLOSE])
@@ -74,6 +75,8 @@ class TextWork:
     async def render(self, call: ChatCall) -> RenderedChat:
         """The prompt's text. ClientError 400 when the template refuses, fails or takes too long."""
         messages, tools = call.messages, call.tools if call.tool_choice != "none" else ()
+        if not self._knows_calls:
+            messages = tuple(map(_calls_in_words, messages))
         if tools and not self._knows_tools:
             messages, tools = _told_in_words(messages, instructions(tools)), ()
 
@@ -84,14 +87,14 @@ class TextWork:
             return await rendering()
         return await self.run(lambda: asyncio.run(rendering()))
 
-    def check_size(self, n_characters: int, n_ctx: int) -> None:
+    def check_size(self, n_characters: int, n_ctx: int, param: str = "messages") -> None:
         """Refuse what cannot fit by its length alone, before it costs anything.
 
-        The count is a lower bound.
+        The count is a lower bound, and the error says so.
         """
         at_least = n_characters // self._longest_token
         if at_least > n_ctx:
-            raise context_error(at_least, n_ctx)
+            raise context_error(at_least, n_ctx, param, is_least=True)
 
     async def encode_chat(self, call: ChatCall, n_ctx: int) -> ChatPrompt:
         """Render and encode; names of control tokens in contents stay text."""
@@ -106,6 +109,15 @@ class TextWork:
         """`chat`: tags of thoughts and calls are shown to the parser even where they are control tokens."""
         detokenizer = Detokenizer(self.tokenizer, shown=self._shown if chat else ())
         return TokenText(detokenizer, self.tokenizer, StopMatcher(stops), with_logprobs)
+
+    def prompt_text(self, ids: Sequence[int], text: str) -> Detokenizer:
+        """For the place of every id in its prompt: control tokens show their names, but one that was put
+        before the text.
+        """
+        first = self.tokenizer.token_text(ids[0])
+        is_added = self.tokenizer.is_control(ids[0]) and not text.startswith(first)
+        shown = {i for i in ids if self.tokenizer.is_control(i)} - ({ids[0]} if is_added else set())
+        return Detokenizer(self.tokenizer, shown=shown, at_start=True)
 
     def parser(self, call: ChatCall, prompt: ChatPrompt) -> OutputParser:
         """A client's own grammar is of the whole answer: no thought that the prompt has opened goes on."""
@@ -164,9 +176,18 @@ def _grammar(wanted: OutputFormat) -> str:
     return grammars.json_object() if wanted.json_object else grammars.json_schema(wanted.json_schema)
 
 
+def _calls_in_words(message: dict[str, Any]) -> dict[str, Any]:
+    """Earlier calls as the content they were, for templates that would leave them out."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    said = [message["content"]] if message["content"] else []
+    return {**message, "content": "\n".join([*said, *(spoken(call["function"]) for call in calls)])}
+
+
 def _told_in_words(messages: tuple[dict[str, Any], ...], text: str) -> tuple[dict[str, Any], ...]:
     """The tools in the system message, for templates that have no place for them."""
-    if messages[0]["role"] == "system":
+    if messages and messages[0]["role"] == "system":
         return ({**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:])
     return ({"role": "system", "content": text}, *messages)
 

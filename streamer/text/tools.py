@@ -70,6 +70,13 @@ def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def spoken(function: Mapping[str, Any]) -> str:
+    """A call as `instructions` ask for it."""
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {text}}}'
+
+
 @dataclass
 class _Read:
     """What one push produced."""

@@ -234,7 +234,8 @@ def test_a_request_has_its_timeout(looping):
     answer = daemon.post(
         "/v1/completions", {"prompt": [8], "max_tokens": 100_000, "temperature": 0, "timeout": 0.3}
     )
-    assert answer.json["ggufd"]["finish"] == "length"
+    assert answer.json["ggufd"]["finish"] == "timeout"
+    assert answer.json["choices"][0]["finish_reason"] == "length"
     assert 0 < answer.json["usage"]["completion_tokens"] < 100_000
 
 

@@ -4,6 +4,7 @@ Only the ids are made up.
 """
 
 import asyncio
+import dataclasses
 import json
 import socket
 import sys
@@ -81,6 +82,11 @@ def text() -> Iterator[TextWork]:
     work = TextWork(tokenizer, templates, ConstraintFactory(tokenizer, tokenizer.n_tokens))
     yield work
     work.close()
+
+
+@pytest.fixture(scope="session")
+def make_metadata() -> Callable[[], dict[str, Any]]:
+    return metadata
 
 
 Script = list["int | str | Exception"]
@@ -285,9 +291,13 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def run(tmp_path: Path, text: TextWork) -> Run:
-    """`run(body, **state)`: serve, await `body(server)`, and see that nothing is left running."""
+    """`run(body, **state)`: serve (with another `text`, if given), await `body(server)`, and see that nothing
+    is left running.
+    """
 
-    def go(body: Callable[[Server], Awaitable[None]], *, tcp: bool = False, **changes: Any) -> None:
+    def go(
+        body: Callable[[Server], Awaitable[None]], *, tcp: bool = False, text: TextWork = text, **changes: Any
+    ) -> None:
         async def main() -> None:
             before = asyncio.all_tasks()
             async with running_server(tmp_path / "s", text, tcp=tcp, **changes) as server:
@@ -302,6 +312,19 @@ def run(tmp_path: Path, text: TextWork) -> Run:
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(main())
+
+    return go
+
+
+@pytest.fixture
+def roomy(run):
+    def go(body):
+        async def main(server):
+            card = dataclasses.replace(server.backend.card, n_ctx=4096)
+            server.state.backend = dataclasses.replace(server.backend, card=card)
+            await body(server)
+
+        run(main)
 
     return go
 

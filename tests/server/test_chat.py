@@ -121,23 +121,6 @@ def test_a_tool_call_is_parsed(run, stream):
     run(body)
 
 
-@pytest.fixture
-def roomy(run, text):
-    """`run` with a context that tools fit into."""
-
-    def go(body):
-        async def main(server):
-            import dataclasses
-
-            card = dataclasses.replace(server.backend.card, n_ctx=4096)
-            server.state.backend = dataclasses.replace(server.backend, card=card)
-            await body(server)
-
-        run(main)
-
-    return go
-
-
 def test_tool_calls_whole_and_streamed(roomy):
     async def body(server):
         server.engine.script = say(b"Let me see. " + CALL)

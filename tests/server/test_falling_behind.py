@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -80,3 +81,11 @@ def test_a_stop_string_in_the_last_batch_is_the_reason_of_the_end(text):
     items, _ = play(text, events, stops=(".",))
     assert items[0].piece.text == "one"
     assert items[-1].finish == "stop"
+
+
+def test_what_was_sampled_after_a_stop_string_is_not_counted(text):
+    events = [PromptEvent(0), *tokens("one. two"), replace(finish(FinishReason.LENGTH), n_generated=8)]
+    items, _ = play(text, events, stops=(".",))
+    assert items[-1].event.n_generated == len("one.")
+    unstopped, _ = play(text, events)
+    assert unstopped[-1].event.n_generated == 8

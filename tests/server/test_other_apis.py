@@ -1,7 +1,6 @@
 """Anthropic's messages, OpenAI's responses and embeddings, llama-server's own routes."""
 
 import base64
-import dataclasses
 import json
 import struct
 
@@ -10,19 +9,6 @@ import pytest
 END = 266
 CALL = b'<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-
-
-@pytest.fixture
-def roomy(run):
-    def go(body):
-        async def main(server):
-            card = dataclasses.replace(server.backend.card, n_ctx=4096)
-            server.state.backend = dataclasses.replace(server.backend, card=card)
-            await body(server)
-
-        run(main)
-
-    return go
 
 
 def say(text):

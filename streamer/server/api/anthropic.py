@@ -20,7 +20,7 @@ from streamer.server.api.chat import check_function, read_template_kwargs, read_
 from streamer.server.api.results import Usage
 from streamer.server.api.sampling import NEUTRAL_SAMPLERS, SAMPLING_FIELDS, read_generation
 
-_OWN = {"temperature", "stop", "n", "stream_options", "logit_bias", "response_format"}
+_OWN = {"temperature", "stop", "n", "stream_options"}
 TABLE = Table(
     fields=(
         *(f for f in SAMPLING_FIELDS if f.name not in _OWN),
@@ -34,9 +34,12 @@ TABLE = Table(
         Field("thinking", mapping),
         Field("chat_template_kwargs", mapping),
         Field("disable_parallel_tool_use", boolean, False),
+        Field("output_config", mapping),
+        Field("output_format", mapping),
     ),
-    neutral=NEUTRAL_SAMPLERS,
+    neutral=NEUTRAL_SAMPLERS | {"n": (1,)},
     refused={
+        "stop": "use stop_sequences",
         "mcp_servers": "the daemon reaches nothing outside",
         "container": "there are no containers here",
     },
@@ -58,23 +61,38 @@ def read_anthropic(body: dict[str, Any], *, counting: bool = False) -> ChatCall:
         **values,
         "n": 1,
         "stream_options": None,
-        "logit_bias": (),
-        "response_format": None,
+        "response_format": _response_format(values),
         "stop": tuple(stops),
     }
     tools = _tools(values["tools"] or [])
     messages = _system(values["system"]) + [
         m for i, x in enumerate(values["messages"]) for m in _message(i, x)
     ]
+    if all(message["role"] == "system" for message in messages):
+        refuse("messages hold nothing that a model could answer", "messages")
+    choice = values["tool_choice"] or {}
+    one_call = boolean(
+        "tool_choice.disable_parallel_tool_use", choice.get("disable_parallel_tool_use", False)
+    )
     return ChatCall(
         generation=read_generation(filled, max_tokens=values["max_tokens"], n_logprobs=None),
         messages=tuple(messages),
         tools=tools,
         tool_choice=_tool_choice(values["tool_choice"], tools),
-        parallel_tool_calls=not values["disable_parallel_tool_use"],
+        parallel_tool_calls=not (values["disable_parallel_tool_use"] or one_call),
         template_kwargs=read_template_kwargs(values["chat_template_kwargs"]),
         model=values["model"],
     )
+
+
+def _response_format(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Anthropic's own names for a bound on the answer, or OpenAI's: at most one."""
+    config = (values["output_config"] or {}).get("format")
+    own = None if config is None else mapping("output_config.format", config)
+    found = [x for x in (values["response_format"], values["output_format"], own) if x is not None]
+    if len(found) > 1:
+        refuse("give one of output_config.format, output_format and response_format", "output_config")
+    return found[0] if found else None
 
 
 def _system(value: Any) -> list[dict[str, Any]]:

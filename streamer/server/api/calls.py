@@ -45,6 +45,7 @@ class ChatCall:
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     model: str = ""
+    repeated: Mapping[str, Any] = field(default_factory=dict)  # what the answer says of the request again
 
 
 @dataclass(frozen=True)

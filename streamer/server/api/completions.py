@@ -24,8 +24,8 @@ TABLE = Table(
         Field("echo", boolean, False),
         Field("best_of", integer(1, MAX_CHOICES)),
     ),
-    neutral=NEUTRAL_SAMPLERS,
-    refused={"suffix": "the models served here do not fill in the middle"},
+    neutral=NEUTRAL_SAMPLERS | {"suffix": ("",)},  # the models served here do not fill in the middle
+    refused={},
 )
 
 
@@ -45,26 +45,20 @@ def read_completion(body: dict[str, Any]) -> CompletionCall:
     return CompletionCall(generation, prompts, values["echo"], values["model"])
 
 
-def completion_choice(
-    index: int, text: str, entries: list[Entry] | None, finish: str | None, offset: int = 0
-) -> Any:
-    logprobs = None if entries is None else legacy_logprobs(entries, offset)
+def completion_choice(index: int, text: str, entries: list[Entry] | None, finish: str | None) -> Any:
+    logprobs = None if entries is None else legacy_logprobs(entries)
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
 
-def legacy_logprobs(entries: list[Entry], offset: int) -> dict[str, Any]:
+def legacy_logprobs(entries: list[Entry]) -> dict[str, Any]:
     """OpenAI's parallel lists, plus `content` with one object (and its `id`) a token, as llama-server has
     it.
     """
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry.text)
     return {
         "tokens": [e.text for e in entries],
         "token_logprobs": [e.logprob for e in entries],
         "top_logprobs": [None if e.logprob is None else {t.text: t.logprob for t in e.top} for e in entries],
-        "text_offset": offsets,
+        "text_offset": [e.offset for e in entries],
         "ids": [e.id for e in entries],
         "content": [logprob_entry(e) for e in entries],
     }

@@ -69,13 +69,18 @@ def loading_error() -> ClientError:
     return ClientError(503, "Loading model", type="loading", retry_after_s=1)
 
 
-def context_error(n_prompt: int, n_ctx: int) -> ClientError:
-    """llama-server's type and members, OpenAI's code: agents look for either."""
+def context_error(
+    n_prompt: int, n_ctx: int, param: str = "messages", *, is_least: bool = False
+) -> ClientError:
+    """llama-server's type and members, OpenAI's code: agents look for either. `is_least`: nobody has counted
+    to the end.
+    """
+    needed = f"at least {n_prompt}" if is_least else str(n_prompt)
     return ClientError(
         400,
-        f"the request needs {n_prompt} prompt tokens, which exceeds the context size of {n_ctx} tokens",
+        f"the request needs {needed} prompt tokens, which exceeds the context size of {n_ctx} tokens",
         type="exceed_context_size_error",
-        param="messages",
+        param=param,
         code="context_length_exceeded",
         extra={"n_prompt_tokens": n_prompt, "n_ctx": n_ctx},
     )

@@ -30,8 +30,8 @@ COMPLETION = Table(
         Field("n_probs", integer(0, MAX_LOGPROBS)),
         Field("return_tokens", boolean, False),
     ),
-    neutral=NEUTRAL_SAMPLERS | {"post_sampling_probs": (False,)},
-    refused={"image_data": "the models served here take text"},
+    neutral=NEUTRAL_SAMPLERS | {"post_sampling_probs": (False,), "image_data": ([],)},
+    refused={},
 )
 
 

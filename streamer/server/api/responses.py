@@ -41,8 +41,9 @@ TABLE = Table(
         Field("text", mapping),
         Field("chat_template_kwargs", mapping),
     ),
-    neutral=NEUTRAL_SAMPLERS | {"background": (False,), "truncation": ("disabled",)},
+    neutral=NEUTRAL_SAMPLERS | {"background": (False,), "truncation": ("disabled",), "n": (1,)},
     refused={
+        "response_format": "use text.format",
         "previous_response_id": "responses are not stored; send the conversation as input",
         "conversation": "conversations are not stored; send them as input",
         "prompt": "there are no stored prompts",
@@ -68,6 +69,7 @@ def read_response(body: dict[str, Any]) -> ChatCall:
         parallel_tool_calls=values["parallel_tool_calls"],
         template_kwargs=read_template_kwargs(values["chat_template_kwargs"]),
         model=values["model"],
+        repeated={"instructions": values["instructions"], "text": {"format": given or {"type": "text"}}},
     )
 
 
@@ -154,7 +156,6 @@ def response_object(
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": None,
         "max_output_tokens": call.generation.max_tokens,
         "model": head["model"],
         "output": output,
@@ -163,12 +164,12 @@ def response_object(
         "store": False,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "text": {"format": {"type": "text"}},
         "tool_choice": _tool_choice_object(call.tool_choice),
         "tools": [{"type": "function", "strict": False, **t["function"]} for t in call.tools],
         "truncation": "disabled",
         "metadata": {},
         "usage": None if usage is None else _usage_object(usage),
+        **call.repeated,
     }
 
 

@@ -26,6 +26,7 @@ class Entry:
     bytes: bytes
     logprob: float | None
     top: tuple[Ranked, ...] = ()
+    offset: int = 0  # characters of the choice's text before the token's own
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ FINISH_NAMES: dict[FinishReason, str] = {
 def details_object(finishes: Sequence[tuple[FinishEvent, str]]) -> dict[str, Any]:
     """The `ggufd` member: times of the slowest sequence of the request, weight bytes of all (always 0).
 
-    Each finish comes with its reason as we state it (a stop string found by the server ends as `stop`).
+    Each finish comes with its reason as we state it (a stop string found by the server ends as `stop`). The
+    APIs have no name for an answer that its time has cut, this object has.
     """
     events = [event for event, _ in finishes]
     return {
@@ -80,7 +82,7 @@ def details_object(finishes: Sequence[tuple[FinishEvent, str]]) -> dict[str, Any
         "queue_ms": round(max(e.queue_ms for e in events), 3),
         "weight_h2d_bytes": max(e.weight_h2d_bytes for e in events),
         "cached_prompt_tokens": sum(e.cached_prompt_tokens for e in events),
-        "finish": finishes[0][1],
+        "finish": "timeout" if events[0].reason is FinishReason.DEADLINE else finishes[0][1],
     }
 
 
