@@ -156,6 +156,8 @@ async def expect_continue(request: web.Request) -> web.StreamResponse | None:
     state = request.app[STATE]
     try:
         _admit(state, request)
+        if request.headers.get("Expect", "").lower() != "100-continue":
+            raise ClientError(417, "the only expectation that is met is 100-continue")
         check_length(request)
         if state.status == "loading":
             raise loading_error()

@@ -120,6 +120,7 @@ def test_expect_is_answered_with_100_or_the_refusal(run):
         writer.write(b'{"prompt": "x"}')
         assert status(await reader.readuntil(b"\r\n\r\n")) == 200
         writer.close()
+        assert status(await server.raw(request(b"", head=b"Expect: a-pony\r\n", length=10))) == 417
         large = request(b"", head=b"Expect: 100-continue\r\n", length=10_000)
         assert status(await server.raw(large)) == 413
         server.state.status = "loading"

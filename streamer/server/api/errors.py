@@ -20,6 +20,7 @@ DEFAULT_TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    417: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "unavailable_error",
