@@ -4,6 +4,7 @@ Encode, check against vocabulary and context, seed, constrain.
 """
 
 import dataclasses
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,12 +16,13 @@ from streamer.server.api.body import refuse
 from streamer.server.api.calls import ChatCall, CompletionCall, EmbeddingCall, Generation
 from streamer.server.api.errors import context_error
 from streamer.server.chatrun import ChatRun
-from streamer.server.logs import REQUEST_ID
+from streamer.server.logs import REQUEST_ID, log_event
 from streamer.server.pieces import Piece, make_entry
 from streamer.server.sequences import Prepared
 from streamer.server.state import Backend, ServerState
 from streamer.server.textwork import ChatPrompt
 
+logger = logging.getLogger("ggufd")
 _NO_SAMPLING = SamplingParameters(temperature=0.0)
 
 
@@ -43,6 +45,7 @@ async def prepare_completion(state: ServerState, backend: Backend, call: Complet
     for prompt in call.prompts:
         ids = await encode_prompt(backend, prompt, "prompt")
         check_context(backend, len(ids), "prompt")
+        _note_prompt(state, backend, ids)
         shown = (
             (prompt if isinstance(prompt, str) else backend.text.tokenizer.decode(ids, special=True))
             if call.echo
@@ -95,6 +98,7 @@ async def prepare_chat(state: ServerState, backend: Backend, call: ChatCall) -> 
     if not ids:
         refuse("the chat template makes an empty prompt of these messages", "messages")
     check_context(backend, len(ids))
+    _note_prompt(state, backend, ids)
     prepared, parsers = [], []
     for i in range(generation.n):
         constraint = await _chat_constraint(backend, call, prompt)
@@ -129,6 +133,12 @@ async def prepare_embeddings(state: ServerState, backend: Backend, call: Embeddi
         request = _request(state, backend, generation, ids, i, None)
         prepared.append(Prepared(dataclasses.replace(request, embed=call.pooling), None))
     return prepared
+
+
+def _note_prompt(state: ServerState, backend: Backend, ids: Sequence[int]) -> None:
+    """What the model is shown, in the log of whoever has asked for it."""
+    if state.limits.log_prompts:
+        log_event(logger, logging.INFO, "prompt", text=backend.text.tokenizer.decode(ids, special=True))
 
 
 async def encode_prompt(backend: Backend, prompt: str | Sequence[int | str], param: str) -> list[int]:

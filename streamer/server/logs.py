@@ -15,7 +15,7 @@ REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", d
 
 
 def log_event(logger: logging.Logger, level: int, event: str, **fields: Any) -> None:
-    """Log `event` (a short constant) with fields. Never pass a prompt's text."""
+    """Log `event` (a short constant) with fields. A prompt's text only where `log_prompts` asks for it."""
     if logger.isEnabledFor(level):
         logger.log(level, event, extra={"fields": fields})
 

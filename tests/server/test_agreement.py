@@ -1,6 +1,7 @@
 """Streams, whole answers and counts agree; bounds under every API's own names are kept or refused."""
 
 import json
+import logging
 
 import pytest
 
@@ -99,6 +100,20 @@ def test_a_prompt_that_is_too_long_is_told_by_its_name_and_length(run, route, me
         assert f"needs {said}{error['n_prompt_tokens']} prompt tokens" in error["message"]
 
     run(body)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_text_of_a_prompt_is_logged_only_where_that_was_asked_for(run, caplog, wanted):
+    async def body(server):
+        with caplog.at_level(logging.DEBUG):
+            await server.complete(prompt="SECRET one")
+            await server.chat("SECRET two")
+
+    run(body, limits=Limits(log_prompts=wanted))
+    told = [record.fields["text"] for record in caplog.records if record.getMessage() == "prompt"]
+    assert [("SECRET one" in text, "SECRET two" in text) for text in told] == [(1, 0), (0, 1)] * wanted
+    everything = str([(record.getMessage(), getattr(record, "fields", None)) for record in caplog.records])
+    assert wanted or "SECRET" not in everything
 
 
 # ---- templates ---------------------------------------------------------------------------------------------
