@@ -23,7 +23,7 @@ from aiohttp import web
 
 from streamer import __version__
 from streamer.config import Config, changed_options, load_config, to_journal
-from streamer.errors import GgufdError
+from streamer.errors import GgufdError, readable
 from streamer.gguf.directory import Directory
 from streamer.models.registry import Architecture
 from streamer.pull import model_path
@@ -103,7 +103,8 @@ class Daemon:
         self._config, self._notifier, self._listening = config, notifier, listening
         self._watchdog_s = watchdog_s
         self._path = model_path(config.model)
-        self._ledger = Ledger(model=self._path)
+        self._name = readable(self._path)
+        self._ledger = Ledger(model=self._name)
         self._steps = StepTimes()
         self._runtime: Runtime | None = None
         self._text: asyncio.Task[TextWork] | None = None
@@ -112,7 +113,7 @@ class Daemon:
         self._state = ServerState(
             residency=self._residency,
             metrics=Metrics(self._snapshot, self._connections),
-            model_id=config.alias or Path(self._path).stem,
+            model_id=config.alias or Path(self._name).stem,
             limits=Limits.of(config),
             rules=_rules(config),
             keys=read_keys(config.api_key_file),
@@ -185,7 +186,7 @@ class Daemon:
         assert self._text is not None
         text = await self._text
         model = runtime.model
-        card = make_card(self._state.model_id, self._path, model.directory, model.architecture, model.plan)
+        card = make_card(self._state.model_id, self._name, model.directory, model.architecture, model.plan)
         self._state.backend = Backend(runtime.engine, text, card)
         await rehearse(self._state.backend)
         counted = runtime.engine.statistics()
@@ -213,7 +214,7 @@ class Daemon:
             logging.INFO,
             "loading",
             version=__version__,
-            model=self._path,
+            model=self._name,
             architecture=architecture.name,
             nbytes=directory.nbytes,
             listening=",".join(self._listening.places),
@@ -313,7 +314,7 @@ class Daemon:
         gc.unfreeze()
         keeps_ground = not is_new and bool(old.ground.sources)
         left = await asyncio.to_thread(old.leave_ground if keeps_ground else old.close)
-        self._ledger = Ledger(model=self._path)
+        self._ledger = Ledger(model=self._name)
         await self._bring_up(old.ground if left else None)
 
     # ---- going ---------------------------------------------------------------------------------------------
@@ -352,7 +353,8 @@ class Daemon:
         self._ledger.drain()
         self._state.status = "failed" if failed else "draining"
         patience_s = self._config.drain_timeout + FREE_S if self._was_ready else STOP_S
-        self._notifier.stopping(f"failed: {cause}" if failed else "draining", extend_s=patience_s)
+        last_word = f"failed: {readable(str(cause))}" if failed else "draining"
+        self._notifier.stopping(last_word, extend_s=patience_s)
         alarm = threading.Timer(patience_s, self._give_up)
         alarm.daemon = True
         alarm.start()

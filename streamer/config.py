@@ -133,6 +133,16 @@ def _text(value: object) -> str:
     return value
 
 
+def _name(value: object) -> str:
+    """Text that answers carry: UTF-8, which a flag or a variable need not be."""
+    name = _text(value)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"must be UTF-8, not {value!r}") from None
+    return name
+
+
 def _mode(value: object) -> int:
     """Octal: '0660' on the command line and in TOML strings; a TOML integer is taken as written (0o660)."""
     try:
@@ -238,7 +248,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("allow_host", _texts, "further Host names answered on TCP", "NAME,..."),
     Option("allow_uid", _integers, "only these users may connect to the socket", "UID,..."),
     Option("allow_gid", _integers, "only these groups may connect to the socket", "GID,..."),
-    Option("alias", _text, "the model's name in /v1/models [the file's name]", "NAME"),
+    Option("alias", _name, "the model's name in /v1/models [the file's name]", "NAME"),
     Option("trace", _text, "write a Chrome trace of the load", "FILE"),
     Option(
         "drain_timeout", _seconds(0), "how long requests may finish after SIGTERM [30]", "S", reload="live"

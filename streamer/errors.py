@@ -5,6 +5,11 @@ Translate a foreign exception once, at the border where it is met; never swallow
 """
 
 
+def readable(path: str) -> str:
+    """A path as others are told it: bytes that are no UTF-8 as `\\xff`; JSON and HTTP carry only text."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 class GgufdError(Exception):
     """A fault of ours unless a subclass says otherwise. `exit_code` is what the process ends with."""
 
@@ -17,7 +22,7 @@ class GGUFError(GgufdError):
     exit_code = 65
 
     def __init__(self, path: str, subject: str, reason: str) -> None:
-        super().__init__(f"{path}: {subject}: {reason}")
+        super().__init__(f"{readable(path)}: {subject}: {reason}")
         self.path, self.subject, self.reason = path, subject, reason
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from streamer.errors import readable
 from streamer.gguf.directory import Directory
 from streamer.plan.memory import readable_nbytes
 from streamer.plan.plan import Plan, PlannedWeight, Role, Segment
@@ -34,10 +35,10 @@ def experts_of(plan: Plan) -> tuple[ExpertCount, ...]:
 def plan_as_data(directory: Directory, plan: Plan) -> dict[str, object]:
     """Everything of the plan that JSON can hold; sizes in bytes."""
     return {
-        "model": directory.path,
+        "model": readable(directory.path),
         "architecture": directory.architecture,
         "version": directory.version,
-        "shards": [{"path": shard.path, "nbytes": shard.nbytes} for shard in directory.shards],
+        "shards": [{"path": readable(shard.path), "nbytes": shard.nbytes} for shard in directory.shards],
         "n_tensors": len(plan.weights),
         "n_layers": plan.n_layers,
         "nbytes": plan.nbytes,
@@ -111,7 +112,7 @@ def render_plan(directory: Directory, plan: Plan) -> str:
     """The plan as a table of about forty lines; alike layers in a row are one line."""
     shards = f", {len(directory.shards)} shards" if len(directory.shards) > 1 else ""
     lines = [
-        f"{directory.path}: {directory.architecture}, GGUF version {directory.version}{shards}",
+        f"{readable(directory.path)}: {directory.architecture}, GGUF version {directory.version}{shards}",
         f"{len(plan.weights)} tensors, {plan.n_layers} layers, {readable_nbytes(plan.nbytes)} to upload",
         "",
         *_table(("in order", "tensors", "file", "device", "types"), _segment_rows(plan)),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from streamer.errors import GgufdError
+from streamer.errors import GgufdError, readable
 from streamer.residency.state import Phase, State
 
 
@@ -75,7 +75,7 @@ def load_error(error: BaseException) -> LoadError:
     """What may be said of an error in public: our own messages; of anything else only that it happened."""
     if isinstance(error, GgufdError):
         kind = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
-        return LoadError(message=str(error), type=kind, code=error.exit_code)
+        return LoadError(message=readable(str(error)), type=kind, code=error.exit_code)
     return LoadError(message="internal error", type="internal_error", code=GgufdError.exit_code)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -80,6 +81,16 @@ def test_inspect_shows_the_plan_and_gives_it_as_data():
     assert plan["architecture"] == "qwen3"
     orders = [w["order"] for s in plan["segments"] for w in s["weights"]]
     assert orders == sorted(orders)
+
+
+def test_inspect_shows_a_name_that_is_not_utf8(tmp_path):
+    model = Path(shutil.copy(DATA / "tiny-llama.gguf", tmp_path / "bad\udcff.gguf"))
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    answer = ggufd("inspect", model, environment=strict)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith(f"{tmp_path}/bad\\xff.gguf: llama".encode())
+    plan = json.loads(ggufd("inspect", model, "--json").stdout)
+    assert plan["model"] == plan["shards"][0]["path"] == f"{tmp_path}/bad\\xff.gguf"
 
 
 def test_inspect_plans_for_a_gpu_without_one():

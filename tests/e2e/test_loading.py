@@ -243,6 +243,7 @@ def test_a_refused_model_is_one_line_and_its_exit_code(start, tmp_path, make, co
         (["--no-such-option"], 2, "no-such-option"),
         (["--device", "cuda:77"], 69, "cuda"),
         (["--ctx", "100000000"], 78, "ctx"),
+        (["--alias", "bad\udcff"], 78, "alias: must be UTF-8"),
     ],
 )
 def test_options_that_cannot_work(start, smollm2_path, options, code, word):
@@ -250,6 +251,17 @@ def test_options_that_cannot_work(start, smollm2_path, options, code, word):
     assert daemon.process.wait(20) == code
     assert word in daemon.text
     assert "Traceback" not in daemon.text
+
+
+def test_a_name_that_is_not_utf8_is_served_readably(start, make_scripted, scripted, tmp_path):
+    model = make_scripted(tmp_path / "m.gguf", scripted.ids("ab")).rename(tmp_path / "bad\udcff.gguf")
+    daemon = start(model)
+    for route in ("/readyz", "/residency", "/health", "/metrics", "/props", "/v1/models"):
+        assert daemon.get(route).status == 200, route
+    assert daemon.get("/readyz").json["model"] == f"{tmp_path}/bad\\xff.gguf"
+    assert daemon.get("/v1/models").json["data"][0]["id"] == "bad\\xff"
+    assert daemon.complete(prompt=[8], max_tokens=1).json["model"] == "bad\\xff"
+    assert daemon.stop() == 0
 
 
 def test_a_trace_is_written(start, make_scripted, scripted, tmp_path):
