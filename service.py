@@ -23,7 +23,7 @@ from aiohttp import web
 
 from streamer import __version__
 from streamer.config import Config, changed_options, load_config, to_journal
-from streamer.errors import GgufdError, readable
+from streamer.errors import ConfigError, GgufdError, readable
 from streamer.gguf.directory import Directory
 from streamer.models.registry import Architecture
 from streamer.pull import model_path
@@ -47,6 +47,7 @@ from streamer.server.sockets import BACKLOG
 from streamer.server.state import Backend, Limits, ServerState
 from streamer.server.textwork import TextWork, build_text, check_text
 from streamer.systemd import Notifier, inherited_sockets, watchdog_interval_s
+from streamer.trace import check_writable
 
 logger = logging.getLogger("ggufd")
 
@@ -65,6 +66,7 @@ def serve(config: Config) -> int:
     configure_logging(
         style=config.log_format, level=config.log_level, journal=to_journal(), debug=config.debug
     )
+    _check_trace(config.trace)
     early = _hold_signals()
     notifier = Notifier.from_environment()
     watchdog_s = watchdog_interval_s()
@@ -78,6 +80,14 @@ def serve(config: Config) -> int:
         listening.close()
         notifier.close()
     return 0
+
+
+def _check_trace(path: str) -> None:
+    if path:
+        try:
+            check_writable(path)
+        except OSError as error:
+            raise ConfigError(f"trace: cannot write {path}: {error.strerror}") from None
 
 
 def _hold_signals() -> list[int]:

@@ -4,7 +4,10 @@ A lane is what does the work ("touch 0", "stage 3", "allocate", "upload 1"); a s
 are seconds of the injected clock. Memory is bounded: after `capacity` spans later ones are only counted.
 """
 
+import errno
 import json
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -132,6 +135,22 @@ class RecordingTracer:
     def write(self, path: Path) -> None:
         """Write the Chrome trace. OSError as from the file system."""
         path.write_text(json.dumps(chrome_trace(self.records(), dropped=self.dropped)))
+
+
+def check_writable(path: str) -> None:
+    """OSError when no trace can be written there: a load is long, and whoever asked should know before it.
+
+    What lies there stays as it is; a pipe or a device is refused, since a trace has an end.
+    """
+    is_new = not os.path.lexists(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file")
+    finally:
+        os.close(descriptor)
+    if is_new:
+        os.unlink(path)
 
 
 def chrome_trace(records: Iterable[SpanRecord], *, dropped: int = 0) -> dict[str, Any]:

@@ -160,11 +160,19 @@ async def _start(
     bound = await stoppable(threads, stop, lambda: BINDERS[capabilities.kind](starting))
     undo.closers.append(bound.close)
     if isinstance(tracer, RecordingTracer):
-        await in_thread(threads, lambda: tracer.write(Path(options.trace)))
+        await in_thread(threads, lambda: _write_trace(tracer, options.trace))
     device.enter_serving()
     engine = _engine(options, device, model, bound, on_failure, on_step)
     engine.start()
     return Runtime(ground, model, weights, bound, engine)
+
+
+def _write_trace(tracer: RecordingTracer, path: str) -> None:
+    """The model is resident: a full disk costs the trace, not the daemon."""
+    try:
+        tracer.write(Path(path))
+    except OSError as error:
+        logger.warning("the trace cannot be written: %s: %s", path, error.strerror)
 
 
 def _plan(

@@ -243,6 +243,9 @@ def test_a_refused_model_is_one_line_and_its_exit_code(start, tmp_path, make, co
         (["--no-such-option"], 2, "no-such-option"),
         (["--device", "cuda:77"], 69, "cuda"),
         (["--ctx", "100000000"], 78, "ctx"),
+        (["--trace", "/nowhere/x"], 78, "trace: cannot write /nowhere/x: No such file"),
+        (["--trace", "/tmp"], 78, "trace: cannot write /tmp: Is a directory"),
+        (["--trace", "/dev/full"], 78, "trace: cannot write /dev/full: is not a regular file"),
         (["--alias", "bad\udcff"], 78, "alias: must be UTF-8"),
     ],
 )
@@ -268,3 +271,26 @@ def test_a_trace_is_written(start, make_scripted, scripted, tmp_path):
     trace = tmp_path / "trace.json"
     start(make_scripted(tmp_path / "m.gguf", scripted.ids("ab")), "--trace", str(trace))
     assert b"traceEvents" in trace.read_bytes()
+
+
+def test_a_trace_that_finds_no_room_costs_only_the_trace(start, make_scripted, scripted, tmp_path):
+    trace, full = tmp_path / "trace.json", [sys.executable, "-c", NO_ROOM]
+    daemon = start(
+        make_scripted(tmp_path / "m.gguf", scripted.ids("ab")), "--trace", str(trace), command=full
+    )
+    assert daemon.complete(prompt=[8], max_tokens=1).status == 200
+    (line,) = (x for x in daemon.text.splitlines() if "the trace cannot be written" in x)
+    assert "level=warning" in line
+    assert f"{trace}: No space left on device" in line
+    assert daemon.stop() == 0
+
+
+NO_ROOM = """
+import errno
+from streamer.__main__ import main
+from streamer.trace import RecordingTracer
+def write(self, path):
+    raise OSError(errno.ENOSPC, "No space left on device")
+RecordingTracer.write = write
+main()
+"""

@@ -2,13 +2,14 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from pipeline_support import CHUNK, STRATEGIES, Piece, build, make_transfer, run_load
 
 from streamer.device.host import HostDevice
 from streamer.load.timings import fifo_spans
-from streamer.trace import NULL_TRACER, RecordingTracer, SpanRecord, chrome_trace, lane_order
+from streamer.trace import NULL_TRACER, RecordingTracer, SpanRecord, check_writable, chrome_trace, lane_order
 
 
 class Clock:
@@ -90,3 +91,14 @@ def test_a_load_leaves_its_lanes(tmp_path, strategy: str) -> None:
     for before, after in pairwise(uploads):
         assert after.start_s >= before.end_s
     device.close()
+
+
+def test_a_place_is_tried_before_the_load_and_left_as_it_was(tmp_path: Path) -> None:
+    check_writable(str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "old").write_text("kept")
+    check_writable(str(tmp_path / "old"))
+    assert (tmp_path / "old").read_text() == "kept"
+    for place in (tmp_path, tmp_path / "nowhere" / "x", "/dev/null"):
+        with pytest.raises(OSError, match=r"directory|regular"):
+            check_writable(str(place))
