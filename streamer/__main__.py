@@ -1,11 +1,11 @@
 """`ggufd` and `python -m streamer`. The service is imported only by the command that runs it."""
 
-import contextlib
 import os
 import sys
 import threading
 
 from streamer.config import Config
+from streamer.errors import GgufdError
 
 
 def _serve(config: Config) -> int:
@@ -19,17 +19,21 @@ def _serve(config: Config) -> int:
 
 def main() -> None:
     from streamer.cli import run
+    from streamer.cli.stdio import open_streams
 
+    open_streams()
     _leave(run(_serve))
 
 
 def _leave(code: int) -> None:
     """Exit without waiting for threads that still build what nobody wants any more (a tokenizer, after a
-    refusal).
+    refusal); with this code also where the last words cannot be written.
     """
-    with contextlib.suppress(OSError, ValueError):
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except (GgufdError, OSError, ValueError):
+        os._exit(code)
     if any(t is not threading.main_thread() and not t.daemon for t in threading.enumerate()):
         os._exit(code)
     sys.exit(code)

@@ -5,8 +5,8 @@ Knows: configuration, the HTTP routes, and for `inspect` and `tokenize` the room
 Must not know: the service (given by __main__ as a function), how bytes move.
 """
 
+import contextlib
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import click
 
 from streamer import __version__
+from streamer.cli.stdio import OutputError, drop_output
 from streamer.config import Config
 from streamer.errors import GgufdError
 
@@ -66,26 +67,34 @@ def run(serve: Serve, arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         outcome = cli.main(list(arguments), prog_name="ggufd", standalone_mode=False, obj=serve)
+        sys.stdout.flush()  # here, where it can still be told that this fails
         return outcome if isinstance(outcome, int) else 0
     except click.exceptions.Abort:
         return 130
     except click.exceptions.Exit as leave:
         return leave.exit_code
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OSError):
+            error.show()
         return error.exit_code
     except GgufdError as error:
-        if "--debug" in arguments:
-            traceback.print_exc()
-        print(f"ggufd: {error}", file=sys.stderr)
+        if isinstance(error, OutputError):
+            drop_output()
+        _complain(str(error), debug="--debug" in arguments)
         return error.exit_code
     except BrokenPipeError:  # our reader (head, less) is gone: say no more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        drop_output()
         return 141
     except KeyboardInterrupt:
         return 130
     except Exception as error:  # noqa: BLE001 - the last border: a fault of ours becomes one line and its exit code
-        if "--debug" in arguments:
-            traceback.print_exc()
-        print(f"ggufd: internal error: {type(error).__name__}: {error}", file=sys.stderr)
+        _complain(f"internal error: {type(error).__name__}: {error}", debug="--debug" in arguments)
         return GgufdError.exit_code
+
+
+def _complain(text: str, *, debug: bool) -> None:
+    """One line. Where not even that can be written the exit code has to do."""
+    with contextlib.suppress(OSError):
+        if debug:
+            traceback.print_exc()
+        print(f"ggufd: {text}", file=sys.stderr)

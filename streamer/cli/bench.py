@@ -19,7 +19,10 @@ def command() -> None:
 
 def _runner(kind: str) -> Callable[[tuple[str, ...]], int]:
     def run(arguments: tuple[str, ...]) -> int:
-        outcome = importlib.import_module(f"streamer.bench.{kind}").main(list(arguments))
+        try:
+            outcome = importlib.import_module(f"streamer.bench.{kind}").main(list(arguments))
+        except SystemExit as leave:  # argparse's end, of --help and of a usage error
+            outcome = leave.code
         return outcome if isinstance(outcome, int) else 0
 
     return run

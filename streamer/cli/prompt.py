@@ -10,6 +10,7 @@ import click
 from streamer.cli.bar import wait_ready
 from streamer.cli.client import RefusedError, post, post_events
 from streamer.cli.probe import one_line
+from streamer.cli.stdio import check_text, read_text, write_utf8
 from streamer.config import client_socket_path
 
 PATIENCE_S = 3.0  # for somebody to listen, unless a time was given
@@ -37,15 +38,17 @@ def command(
     **sampling: float | None,
 ) -> int:
     """Send TEXT (- reads standard input) and stream the answer; waits for readiness."""
+    check_text(text, "TEXT")
+    check_text(system or "", "--system")
     path = client_socket_path(socket_flag)
     deadline = None if timeout is None else time.monotonic() + timeout
     residency = wait_ready(path, deadline, patience_s=PATIENCE_S if timeout is None else None)
     if residency["status"] != "ready":
         raise RefusedError(f"the daemon is not ready: {one_line(residency)}")
-    text = sys.stdin.read() if text == "-" else text
+    text = read_text() if text == "-" else text
     route, body = request_body(text, raw=raw, system=system, **sampling)
     if as_json:
-        print(json.dumps(post(path, route, body), ensure_ascii=False))
+        write_utf8(json.dumps(post(path, route, body), ensure_ascii=False) + "\n")
         return 0
     for event in post_events(path, route, {**body, "stream": True}):
         sys.stdout.write(event_text(event))

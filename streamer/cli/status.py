@@ -7,6 +7,7 @@ import time
 import click
 
 from streamer.cli.probe import Unreachable, get, get_residency, one_line
+from streamer.cli.stdio import OutputError, drop_output
 from streamer.config import client_socket_path
 
 POLL_S = 0.1
@@ -36,15 +37,23 @@ def command(socket_flag: str | None, as_json: bool, wait: bool, ready: bool, tim
         residency = wait_ready(path, deadline)
     else:
         residency = get_residency(path, timeout or 5.0)
-    print(json.dumps(residency) if as_json else one_line(residency))
+    _say(json.dumps(residency) if as_json else one_line(residency))
     return 0 if residency["status"] == "ready" else 1
+
+
+def _say(text: str) -> None:
+    """The exit code is the answer, whether or not somebody takes the words."""
+    try:
+        print(text, flush=True)
+    except OutputError:
+        drop_output()
 
 
 def _live(path: str, wait: bool, timeout_s: float, deadline: float | None) -> int:
     while True:
         try:
             status, _ = get("/livez", path, timeout_s)
-            print("alive" if status == 200 else f"HTTP {status}")
+            _say("alive" if status == 200 else f"HTTP {status}")
             return 0 if status == 200 else 1
         except Unreachable as error:
             if not wait or (deadline is not None and time.monotonic() > deadline):

@@ -1,20 +1,13 @@
 """`ggufd tokenize`: text to ids and back, by the model's own vocabulary; works on vocabulary-only files."""
 
 import json
-import sys
 
 import click
 
-from streamer.errors import GgufdError
+from streamer.cli.stdio import BadInputError, read_bytes, read_text, write_utf8
 from streamer.gguf.reader import read_directory
 from streamer.pull import model_path
 from streamer.text.tokenizer import build_tokenizer
-
-
-class BadInputError(GgufdError):
-    """Standard input is not what the command reads."""
-
-    exit_code = 2
 
 
 @click.command()
@@ -30,22 +23,17 @@ def command(model: str, detokenize: bool, special: bool, add_special: bool) -> i
     """Text on standard input becomes a JSON list of token ids on standard output."""
     path = model_path(model)
     tokenizer = build_tokenizer(read_directory(path).metadata, path=path)
-    data = sys.stdin.buffer.read()
     if detokenize:
-        sys.stdout.write(tokenizer.decode(_ids(data, tokenizer.n_tokens), special=special))
+        write_utf8(tokenizer.decode(_ids(read_bytes(), tokenizer.n_tokens), special=special))
         return 0
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"standard input is not UTF-8: {error}") from None
-    print(json.dumps(tokenizer.encode(text, add_special=add_special, parse_special=special)))
+    print(json.dumps(tokenizer.encode(read_text(), add_special=add_special, parse_special=special)))
     return 0
 
 
 def _ids(data: bytes, n_tokens: int) -> list[int]:
     try:
         ids = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"standard input is not JSON: {error}") from None
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < n_tokens for i in ids):
         raise BadInputError(f"standard input must be a JSON list of ids from 0 to {n_tokens - 1}")

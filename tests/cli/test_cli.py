@@ -136,12 +136,74 @@ def test_tokenize_and_back(smollm2_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "stdin"), [([], b"\xff"), (["--detokenize"], b"x"), (["--detokenize"], b"[999999]")]
+    ("options", "stdin"),
+    [
+        ([], b"\xff"),
+        (["--detokenize"], b"x"),
+        (["--detokenize"], b"[" * 100_000),
+        (["--detokenize"], b"[999999]"),
+    ],
 )
 def test_tokenize_refuses_what_it_cannot_read(smollm2_path, options, stdin):
     answer = ggufd("tokenize", smollm2_path, *options, stdin=stdin)
     assert answer.returncode == 2
     assert answer.stderr.startswith(b"ggufd: standard input")
+
+
+def test_detokenized_text_is_utf8_whatever_the_terminal_shows(smollm2_path):
+    ids = ggufd("tokenize", smollm2_path, stdin="wörld ✓".encode()).stdout
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    answer = ggufd("tokenize", smollm2_path, "--detokenize", stdin=ids, environment=ascii_only)
+    assert answer.stdout == "wörld ✓".encode()
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (
+            "tokenize data/tiny-llama.gguf <&-",
+            2,
+            b"ggufd: standard input cannot be read: Bad file descriptor\n",
+        ),
+        (
+            "inspect data/tiny-llama.gguf >&-",
+            74,
+            b"ggufd: standard output cannot be written: Bad file descriptor\n",
+        ),
+        (
+            "inspect data/tiny-llama.gguf --json >/dev/full",
+            74,
+            b"ggufd: standard output cannot be written: No space left on device\n",
+        ),
+        ("--help >/dev/full", 74, b"ggufd: standard output cannot be written: No space left on device\n"),
+        (
+            "bench load --help >/dev/full",
+            74,
+            b"ggufd: standard output cannot be written: No space left on device\n",
+        ),
+        ("inspect /nowhere.gguf 2>&-", 65, b""),
+        ("inspect /nowhere.gguf 2>/dev/full", 65, b""),
+        ("inspect /nowhere.gguf <&- >&- 2>&-", 65, b""),
+        ("inspect data/tiny-llama.gguf 2>&- >/dev/null", 0, b""),
+        ("nonsense 2>/dev/full", 2, b""),
+    ],
+)
+def test_streams_that_are_closed_or_full_leave_the_exit_code_alone(command, code, words):
+    answer = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m streamer {command}"],
+        cwd=DATA.parent,
+        capture_output=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(DATA.parents[1])},
+    )
+    assert (answer.returncode, answer.stderr) == (code, words)
+
+
+def test_text_of_the_command_line_must_be_utf8():
+    for arguments in (["x\udcff"], ["x", "--system", "\udcff"]):
+        answer = ggufd("prompt", *arguments, "--socket", "/nowhere/s")
+        assert answer.returncode == 2
+        assert b"is not UTF-8" in answer.stderr
 
 
 def test_a_pull_without_a_network_says_so(tmp_path):

@@ -27,6 +27,19 @@ def test_status_says_yes(ggufd):
     assert ggufd("status", "--wait", "--ready", "--timeout", "10").returncode == 0
 
 
+def test_status_answers_by_its_exit_code_where_nobody_takes_the_words(smollm2):
+    for closed in (">&-", ">/dev/full"):
+        command = f"{sys.executable} -m streamer status --socket {smollm2.path} {closed}"
+        answer = subprocess.run(["bash", "-c", command], capture_output=True, timeout=60)
+        assert (answer.returncode, answer.stderr) == (0, b"")
+
+
+def test_a_prompt_that_is_not_utf8_is_a_usage_error(ggufd):
+    answer = ggufd("prompt", "-", stdin=b"\xff")
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(b"ggufd: standard input is not UTF-8")
+
+
 def test_prompt_streams_an_answer(ggufd):
     asked = ("--temperature", "0", "--max-tokens", "12")
     answer = ggufd("prompt", "What is the capital of France?", *asked)
