@@ -4,21 +4,9 @@ from typing import Any
 
 import click
 
-from streamer.config import OPTIONS, Option, load_config
+from streamer.cli.options import parameter
+from streamer.config import OPTIONS, load_config
 from streamer.errors import ConfigError
-
-
-def _parameter(option: Option) -> click.Option:
-    if option.is_switch:
-        flags = [f"{option.flag}/--no-{option.flag[2:]}"]
-        if option.name == "no_auth":
-            flags = [option.flag]
-        return click.Option(
-            [*flags, option.name], is_flag=True, default=None, help=option.help, hidden=option.hidden
-        )
-    return click.Option(
-        [option.flag, option.name], metavar=option.metavar, help=option.help, hidden=option.hidden
-    )
 
 
 def _serve(model: str | None, config_file: str, **given: Any) -> int:
@@ -45,7 +33,7 @@ command = click.Command(
             default="",
             help="TOML file with any of these options",
         ),
-        *(_parameter(option) for option in OPTIONS if option.name != "model"),
+        *(parameter(option) for option in OPTIONS if option.name != "model"),
     ],
     help=(
         "Make MODEL (a GGUF file or a pulled name) resident and serve it on a Unix socket.\n\n"

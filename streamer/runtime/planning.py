@@ -82,6 +82,7 @@ class PlannedModel:
     kv_type: str
     max_rows: int
     n_snapshots: int  # slots of recurrent state beyond the sequences'
+    notes: tuple[str, ...]  # what was asked for and is not so, one line each, for the log
 
 
 def read_model(path: str) -> tuple[Directory, Architecture]:
@@ -132,4 +133,7 @@ def plan_model(
         ),
         free_bytes=free_bytes,
     )
-    return PlannedModel(directory, architecture, plan, profile, kv_type, max_rows, n_snapshots)
+    notes: tuple[str, ...] = ()
+    if options.n_ctx > plan.n_ctx:
+        notes = (f"ctx={options.n_ctx} reduced=true n_ctx={plan.n_ctx} reason=training-context",)
+    return PlannedModel(directory, architecture, plan, profile, kv_type, max_rows, n_snapshots, notes)

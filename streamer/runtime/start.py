@@ -137,6 +137,8 @@ async def _start(
     pinning = threads.submit(transfer.prepare)  # beside planning and compiling
     undo.closers.append(lambda: _ended(pinning))
     model = await in_thread(threads, lambda: _plan(options, ground, directory, architecture))
+    for note in model.notes:
+        logger.info(note)
     ledger.adopt(model.plan)
     preparation = None
     if prepare := PREPARATIONS.get(capabilities.kind):

@@ -93,6 +93,13 @@ def test_inspect_shows_a_name_that_is_not_utf8(tmp_path):
     assert plan["model"] == plan["shards"][0]["path"] == f"{tmp_path}/bad\\xff.gguf"
 
 
+def test_inspect_says_that_a_context_beyond_the_training_is_cut():
+    answer = ggufd("inspect", DATA / "tiny-llama.gguf", "--ctx", "100000")
+    assert answer.returncode == 0, answer.stderr
+    assert b"note: ctx=100000 reduced=true n_ctx=" in answer.stdout
+    assert b"reduced" not in ggufd("inspect", DATA / "tiny-llama.gguf").stdout
+
+
 def test_inspect_plans_for_a_gpu_without_one():
     plan = json.loads(ggufd("inspect", DATA / "tiny-llama.gguf", "--json", "--device", "cuda").stdout)
     assert plan["device"] == "cuda"
@@ -104,7 +111,13 @@ def test_inspect_plans_for_a_gpu_without_one():
     [
         (["inspect", "/nowhere.gguf"], 65),
         (["inspect", __file__], 65),
-        (["inspect", DATA / "tiny-llama.gguf", "--device", "tpu"], 2),
+        (["inspect", DATA / "tiny-llama.gguf", "--device", "tpu"], 78),
+        (["inspect", DATA / "tiny-llama.gguf", "--device", "cuda:x"], 78),
+        (["inspect", DATA / "tiny-llama.gguf", "--device", "cuda:"], 78),
+        (["inspect", DATA / "tiny-llama.gguf", "--device", "host:1"], 78),
+        (["inspect", DATA / "tiny-llama.gguf", "--ctx", "-1"], 78),
+        (["inspect", DATA / "tiny-llama.gguf", "--ctx", "20000000"], 78),
+        (["inspect", DATA / "tiny-llama.gguf", "--max-sequences", "99999999999999999999999"], 78),
         (["inspect", DATA / "tiny-llama.gguf", "--kv-type", "f16", "--device", "host"], 78),
         (["pull", "no-such-model"], 2),
         (["tokenize", __file__], 65),

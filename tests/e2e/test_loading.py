@@ -267,6 +267,12 @@ def test_a_name_that_is_not_utf8_is_served_readably(start, make_scripted, script
     assert daemon.stop() == 0
 
 
+def test_a_context_beyond_the_training_is_cut_and_told(start, make_scripted, scripted, tmp_path):
+    daemon = start(make_scripted(tmp_path / "m.gguf", scripted.ids("ab"), n_ctx=256), "--ctx", "257")
+    (line,) = (x for x in daemon.text.splitlines() if "reduced" in x)
+    assert "ctx=257 reduced=true n_ctx=256 reason=training-context" in line
+
+
 def test_a_trace_is_written(start, make_scripted, scripted, tmp_path):
     trace = tmp_path / "trace.json"
     start(make_scripted(tmp_path / "m.gguf", scripted.ids("ab")), "--trace", str(trace))
