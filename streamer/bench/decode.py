@@ -19,8 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from streamer.bench.record import RESULTS, new_record
-from streamer.config import cache_directory
+from streamer.bench.arguments import count
+from streamer.bench.record import RESULTS, new_record, prepare_directory
+from streamer.config import cache_directory, load_config
 from streamer.engine.engine import Engine
 from streamer.engine.request import FinishEvent, FinishReason, Request, SamplingParameters, TokenEvent
 from streamer.plan.plan import Plan, Role
@@ -171,9 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--key", help="name of the model in the record [the file's stem]")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
+    load_config({"device": options.device}, environ={})
+    prepare_directory(options.out)
     key = options.key or Path(options.model).stem
     rates, runtime = asyncio.run(
         measure_file(options.model, key, device=options.device, repeats=options.repeats)

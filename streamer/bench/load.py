@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from streamer.bench.arguments import count, number
 from streamer.bench.cold_arms import cold_arm, touch_arm
 from streamer.bench.ready_arms import copies_arm, interrupt_arm, ready_arm
-from streamer.bench.record import RESULTS, new_record
+from streamer.bench.record import RESULTS, new_record, prepare_directory
 from streamer.bench.subject import open_subject
 from streamer.bench.timeline import timeline_svg
 from streamer.bench.warm_arms import (
@@ -26,12 +27,12 @@ from streamer.bench.warm_arms import (
     verify_arm,
     window_arm,
 )
-from streamer.config import cache_directory
+from streamer.config import cache_directory, load_config
 from streamer.device.base import Device
 from streamer.device.open import open_device
 from streamer.errors import GgufdError
 from streamer.kernels.checksum import checksum_code
-from streamer.transfer.base import MIB
+from streamer.transfer.base import MIB, PAGE_NBYTES
 from streamer.transfer.choose import FILLERS, TransferOptions
 
 Arm = Callable[[Setting, Report], None]
@@ -98,6 +99,8 @@ TABLE: Mapping[str, tuple[str, str, str | None]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
+    load_config({"device": options.device}, environ={})  # refuses what `serve` refuses, as `serve` does
+    prepare_directory(options.out)
     device = _open(options)
     chunk_nbytes = int(options.chunk_mib * MIB)
     try:
@@ -107,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 workers=options.threads,
                 streams=options.streams,
                 fill=options.fill,
-                ring_nbytes=options.ring_mib * MIB if options.ring_mib else None,
+                ring_nbytes=None if options.ring_mib is None else options.ring_mib * MIB,
             )
             cores = len(os.sched_getaffinity(0))
             other = _pool_opener(device) if device.capabilities.kind == "cuda" else None
@@ -205,6 +208,15 @@ def render(metrics: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
+def _chunk_mib(text: str) -> float:
+    """A chunk is a page at least, and held twice by every thread."""
+    return number(text, float, PAGE_NBYTES / MIB, 1024)
+
+
+def _rate(text: str) -> float:
+    return number(text, float, 0, 1e6)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ggufd bench load", description=__doc__)
     parser.add_argument("model", help="a GGUF file, better larger than 4 GB")
@@ -216,23 +228,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help="every arm; cold arms evict the file from the cache"
     )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=None, help="load only the first layers")
-    parser.add_argument("--chunk-mib", type=float, default=4)
+    parser.add_argument("--repeats", type=count, default=3)
+    parser.add_argument("--layers", type=count, default=None, help="load only the first layers")
+    parser.add_argument("--chunk-mib", type=_chunk_mib, default=4)
     parser.add_argument(
-        "--threads", type=int, default=None, help="fill threads or processes; else by machine"
+        "--threads", type=count, default=None, help="fill threads or processes; else by machine"
     )
     parser.add_argument(
-        "--streams", type=int, default=None, help="upload streams of the ring; else by device"
+        "--streams", type=count, default=None, help="upload streams of the ring; else by device"
     )
     parser.add_argument(
-        "--ring-mib", type=int, default=None, help="pinned memory of the ring; else two slots a thread"
+        "--ring-mib", type=count, default=None, help="pinned memory of the ring; else two slots a thread"
     )
     parser.add_argument(
         "--fill", choices=FILLERS, default="auto", help="who fills the ring; auto: processes on many cores"
     )
     parser.add_argument("--spin", action="store_true", help="CUDA: wait for events spinning, not asleep")
-    parser.add_argument("--host-link", type=float, default=0.0, help="host device: simulated link, GB/s")
+    parser.add_argument("--host-link", type=_rate, default=0.0, help="host device: simulated link, GB/s")
     parser.add_argument("--ready-model", default=None, help="another file for the arms that start a daemon")
     parser.add_argument("--serve-option", action="append", default=[], help="passed to `ggufd serve`")
     parser.add_argument("--copy-trace", type=Path, default=None, help="library of benchmarks/copy_trace.c")

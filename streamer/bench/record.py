@@ -10,11 +10,14 @@ import os
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from streamer.errors import ConfigError
 
 RESULTS = Path("benchmarks/results")
 
@@ -56,6 +59,16 @@ class Record:
         path = directory / f"{self.benchmark}-{self.machine.slug}-{self.date}.json"
         path.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
         return path
+
+
+def prepare_directory(directory: Path) -> None:
+    """Make the folder and try it, before the hours whose record it is for. ConfigError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out: {directory} cannot be written: {error.strerror}") from None
 
 
 def new_record(

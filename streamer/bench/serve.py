@@ -28,7 +28,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from streamer.bench.record import RESULTS, Record, new_record
+from streamer.bench.record import RESULTS, Record, new_record, prepare_directory
 from streamer.bench.serve_client import Endpoint
 from streamer.bench.serve_load import Budget, Driver
 from streamer.bench.serve_picture import picture_svg
@@ -214,6 +214,7 @@ def write_record(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    prepare_directory(options.out)
     endpoint = _endpoint(options)
     try:
         model = server_model(endpoint)

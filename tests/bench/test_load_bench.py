@@ -8,6 +8,7 @@ import pytest
 
 from streamer.bench import load as load_bench
 from streamer.bench.ready_arms import phase_seconds
+from streamer.errors import ConfigError
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama.gguf"
 
@@ -75,6 +76,28 @@ def test_an_arm_that_fails_is_told_and_the_others_run(model: Path, tmp_path: Pat
     assert code == 1
     assert {"arm": "window", "error": "OSError: no such luck"} in record["runs"]
     assert "link_peak_gbps" in record["metrics"]
+
+
+NOTHING = "--repeats=0 --repeats=x --layers=0 --threads=-3 --streams=0 --ring-mib=0 --host-link=-1"
+NOTHING += " --chunk-mib=0 --chunk-mib=-1 --chunk-mib=1e-9 --chunk-mib=nan --chunk-mib=inf"
+
+
+@pytest.mark.parametrize("option", NOTHING.split())
+def test_numbers_that_measure_nothing_are_usage_errors(model: Path, option: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_bench.main([str(model), "--device", "host", option])
+    assert ended.value.code == 2
+    assert f"argument {option.partition('=')[0]}: must be a" in capsys.readouterr().err
+
+
+def test_place_and_device_are_refused_before_an_arm_runs(model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(load_bench, "open_subject", None)
+    with pytest.raises(ConfigError, match="--out: /proc/nope cannot be written: No such file") as caught:
+        load_bench.main([str(model), "--device", "host", "--out", "/proc/nope"])
+    assert caught.value.exit_code == 78
+    with pytest.raises(ConfigError, match=r"device: must be auto, host, cuda or cuda:N, not 'nope'"):
+        load_bench.main([str(model), "--device", "nope", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_part_of_the_layers_is_a_smaller_load(model: Path, tmp_path: Path) -> None:
