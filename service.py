@@ -279,10 +279,13 @@ class Daemon:
         try:
             new = load_config(self._config.flags, file=self._config.config_file)
             changes = changed_options(self._config, new)
-            self._state.keys = read_keys(new.api_key_file)
+            keys = read_keys(new.api_key_file)
         except GgufdError as error:
             log_event(logger, logging.ERROR, "reload refused", error=str(error))
             return
+        if vars(keys) != vars(self._state.keys) and "api_key_file" not in changes.live:
+            changes.live.append("api_key_file")  # the same file with other keys in it
+        self._state.keys = keys
         self._config = replace(self._config, **{name: getattr(new, name) for name in changes.live})
         self._state.limits = Limits.of(self._config)
         vars(self._state.rules).update(vars(replace(_rules(self._config), refused=self._state.rules.refused)))

@@ -262,6 +262,21 @@ def test_reload_reads_the_configuration_anew(start, make_scripted, scripted, tmp
     assert daemon.complete(prompt=[8], max_tokens=1).status == 200
 
 
+def test_reload_says_that_the_keys_are_others(start, make_scripted, scripted, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("first-key-of-sixteen\n")
+    model = make_scripted(tmp_path / "m.gguf", scripted.ids("ab"))
+    daemon = start(model, "--listen", "127.0.0.1:0", "--api-key-file", str(keys), "--log-format", "json")
+    for text in ("first-key-of-sixteen\n", "# other\nsecond-key-of-sixteen\n", "second-key-of-sixteen\n"):
+        keys.write_text(text)
+        daemon.notified.clear()
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_notified("READY=1")
+    events = [json.loads(line) for line in daemon.text.splitlines()]
+    assert [e["applied"] for e in events if e["event"] == "reloaded"] == ["", "api_key_file", ""]
+    assert "of-sixteen" not in daemon.text
+
+
 def test_reload_loads_a_model_file_that_was_replaced(start, make_scripted, scripted, tmp_path):
     model = make_scripted(tmp_path / "m.gguf", scripted.ids("ab"))
     daemon = start(model)
