@@ -103,7 +103,7 @@ def started_daemon(
             started_s = time.perf_counter()
             process = subprocess.Popen(
                 [*command, *options],
-                env={**os.environ, **(environment or {}), "NOTIFY_SOCKET": f"{folder}/notify.sock"},
+                env=_environment(environment or {}, f"{folder}/notify.sock"),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -111,6 +111,14 @@ def started_daemon(
                 yield Daemon(process, path, started_s, log), notify
             finally:
                 _end(process)
+
+
+def _environment(more: Mapping[str, str], notify: str) -> dict[str, str]:
+    """Ours, but for the wish to write no bytecode: every start would compile all modules, which an installed
+    package, whose bytecode lies beside it, never does.
+    """
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**ours, **more, "NOTIFY_SOCKET": notify}
 
 
 @contextlib.contextmanager
