@@ -103,7 +103,11 @@ def started_daemon(
             started_s = time.perf_counter()
             process = subprocess.Popen(
                 [*command, *options],
-                env=_environment(environment or {}, f"{folder}/notify.sock"),
+                env={
+                    **installed_environment(),
+                    **(environment or {}),
+                    "NOTIFY_SOCKET": f"{folder}/notify.sock",
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -113,12 +117,11 @@ def started_daemon(
                 _end(process)
 
 
-def _environment(more: Mapping[str, str], notify: str) -> dict[str, str]:
+def installed_environment() -> dict[str, str]:
     """Ours, but for the wish to write no bytecode: every start would compile all modules, which an installed
     package, whose bytecode lies beside it, never does.
     """
-    ours = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**ours, **more, "NOTIFY_SOCKET": notify}
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 @contextlib.contextmanager

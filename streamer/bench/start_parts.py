@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from streamer.bench.daemon import installed_environment
 from streamer.bench.warm_arms import Setting
 from streamer.gguf.reader import read_directory
 from streamer.text.tokenizer import build_tokenizer
@@ -40,10 +41,10 @@ def _timed_s(work: Callable[[], object]) -> float:
 
 def _program_s(code: str) -> float:
     """Seconds from exec until `code` has run; the better of two."""
-    found = []
+    found, environment = [], installed_environment()
     for _ in range(2):
         started_s = time.monotonic()  # one clock for all processes
         command = [sys.executable, "-c", f"{code}\nimport time\nprint(time.monotonic())"]
-        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         found.append(float(answer.stdout) - started_s)
     return min(found)
