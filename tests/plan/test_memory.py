@@ -1,11 +1,13 @@
 """The sum: what is counted, what does not fit, how it is said."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from streamer.config import load_config
 from streamer.errors import ConfigError, PlanError
 from streamer.gguf.quants import QuantType
 from streamer.plan.layouts import cuda_layout
@@ -84,6 +86,15 @@ def test_the_refusal_names_a_context_that_fits(models):
     with pytest.raises(PlanError, match="--ctx 320 would fit"):
         models.toy().plan(max_sequences=1, free_bytes=free)
     assert models.toy().plan(max_sequences=1, n_ctx=320, free_bytes=free).fits
+
+
+def test_the_context_that_is_named_is_one_the_option_takes(models):
+    """The largest context that can be asked for, of a file that claims to be trained for far more."""
+    needs = CacheNeeds(1, 0, page_size=32, training_context=1 << 40)
+    with pytest.raises(PlanError) as caught:
+        models.toy().plan(cache=needs, n_ctx=1 << 24, max_sequences=1, free_bytes=(1 << 24) - 1)
+    named = re.search(r"--ctx (\d+) would fit", str(caught.value))[1]
+    assert load_config({"ctx": named}, {}).ctx == int(named)
 
 
 def test_layouts_that_are_no_file_bytes_need_a_landing_area(models):
