@@ -181,18 +181,22 @@ def _bpe_model(spec: EncoderSpec, names: list[str]) -> models.BPE:
 
 
 def _spm_model(spec: EncoderSpec, names: list[str]) -> models.BPE:
-    """SentencePiece's BPE: any two neighbours whose join is a token merge, the best score first."""
-    parts = {name for name, k in zip(names, spec.types, strict=True) if k in (NORMAL, USER_DEFINED)}
+    """SentencePiece's BPE: any two neighbours whose join is a token merge, the best score first.
+
+    Each token is cut everywhere: the vocabulary's bound on squared lengths bounds time and memory.
+    """
+    # by itself, so that a merge refers to the tokens and keeps no copies of them
+    parts = {name: name for name, k in zip(names, spec.types, strict=True) if k in (NORMAL, USER_DEFINED)}
     worst_first = array("f", spec.scores).tolist()
     merges: list[tuple[str, str]] = []
     for i in sorted(range(len(names)), key=worst_first.__getitem__, reverse=True):
         name = names[i]
         if name in parts:
             for cut in range(1, len(name)):
-                left = name[:cut]
-                if left in parts:
-                    right = name[cut:]
-                    if right in parts:
+                left = parts.get(name[:cut])
+                if left is not None:
+                    right = parts.get(name[cut:])
+                    if right is not None:
                         merges.append((left, right))
     vocab = {name: i for i, name in enumerate(names)}
     unk = names[spec.unk_id] if spec.unk_id >= 0 else None

@@ -18,6 +18,11 @@ SPACE_MARK = "▁"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 _NO_ID = 0xFFFFFFFF  # some converters write "none" as -1 in an unsigned key
 
+# What building an encoder may cost. The largest known vocabulary (gemma's, 262,144 tokens) has 11 million and
+# 60 thousand.
+MAX_SPM_WORK = 1 << 25  # sum of squared lengths: cutting a token everywhere copies it once a character
+MAX_NAMED_CHARS = 1 << 20  # of tokens searched for in text: 70 bytes and 2 us a character, up to three times
+
 # Tokens that end a turn or an answer whatever type the file gives them ...
 _END_NAMES = frozenset(
     {
@@ -150,6 +155,7 @@ def read_vocabulary(metadata: Mapping[str, object], path: str = "model") -> Voca
     if not tokens:
         raise reader.refuse("tokens", "missing or empty")
     types = _types(reader, kind, tokens)
+    _refuse_costly(reader, kind, tokens, types)
     special_ids = _special_ids(reader, kind, len(tokens))
     merges = _merges(reader, tokens, types) if kind == "bpe" else []
     scores = _scores(reader, len(tokens)) if kind == "spm" else None
@@ -208,6 +214,24 @@ def _types(reader: _Reader, kind: str, tokens: Sequence[str]) -> np.ndarray:
         log.warning("event=end_token_not_control id=%d token=%r treated_as=control", i, tokens[i])
         types[i] = CONTROL
     return types
+
+
+def _refuse_costly(reader: _Reader, kind: str, tokens: Sequence[str], types: np.ndarray) -> None:
+    """Refuse tokens so long that building their encoder would take minutes or gigabytes."""
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    named = lengths[np.isin(types, (UNKNOWN, CONTROL, USER_DEFINED))].sum()
+    if named > MAX_NAMED_CHARS:
+        raise reader.refuse(
+            "tokens", f"control and user-defined tokens have {named} characters, over {MAX_NAMED_CHARS}"
+        )
+    merged = np.where(np.isin(types, (NORMAL, USER_DEFINED)), lengths, 0)
+    if kind == "spm" and (merged * merged).sum() > MAX_SPM_WORK:
+        longest = int(merged.argmax())
+        raise reader.refuse(
+            "tokens",
+            f"are too long to look for their merges (the longest, token {longest}, has {merged[longest]} "
+            f"characters; the sum of squares may be {MAX_SPM_WORK})",
+        )
 
 
 def _special_ids(reader: _Reader, kind: str, n: int) -> dict[str, int]:

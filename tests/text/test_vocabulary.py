@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from streamer.errors import GGUFError
 from streamer.text.tokenizer import build_tokenizer
-from streamer.text.vocabulary import read_vocabulary
+from streamer.text.vocabulary import MAX_NAMED_CHARS, read_vocabulary
 
 Make = Callable[..., dict[str, Any]]
 
@@ -78,6 +79,45 @@ def test_bad_byte_token_is_refused(make_spm: Make, name: str) -> None:
 )
 def test_broken_scores_are_refused(make_spm: Make, changes: dict[str, Any]) -> None:
     assert refused_key(make_spm(**changes)) == "scores"
+
+
+def spm_of_words(words: list[str], kind: int = 1) -> dict[str, Any]:
+    """A SentencePiece vocabulary of `<unk>`, `a` and these words of one type."""
+    n = len(words) + 2
+    values = {
+        "model": "llama",
+        "tokens": ["<unk>", "a", *words],
+        "token_type": np.array([2, 1, *[kind] * len(words)], np.int32),
+        "scores": -np.arange(n, dtype=np.float32),
+        "bos_token_id": 0xFFFFFFFF,
+        "eos_token_id": 0xFFFFFFFF,
+        "add_bos_token": False,
+        "add_space_prefix": False,
+    }
+    return {f"tokenizer.ggml.{k}": v for k, v in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["a" * 1_000_000], 1),
+        (["a" * n for n in range(2, 2000)], 1),
+        (["a" * n for n in range(2, 2000)], 4),
+        (["a" * (MAX_NAMED_CHARS + 1)], 3),
+        ([f"{n:04}" * 1000 for n in range(300)], 3),
+    ],
+)
+def test_tokens_too_long_to_build_an_encoder_are_refused_at_once(words: list[str], kind: int) -> None:
+    begin = time.thread_time()
+    assert refused_key(spm_of_words(words, kind)) == "tokens"
+    assert time.thread_time() - begin < 1
+
+
+def test_long_tokens_within_bounds_are_built_and_found() -> None:
+    tokenizer = build_tokenizer(spm_of_words(["a" * n for n in range(2, 300)]))
+    assert tokenizer.encode("a" * 299) == [299]
+    tokenizer = build_tokenizer(spm_of_words(["b" * 100_000], 3))
+    assert tokenizer.encode("b" * 100_000, parse_special=True) == [2]
 
 
 def test_missing_pretokenizer_is_the_default_and_logged(
