@@ -90,8 +90,7 @@ def read_hyperparameters(directory: Directory) -> HyperParameters:
 
 
 def _refuse_bidirectional(keys: Keys) -> None:
-    causal = keys.directory.metadata.get(keys.full("attention.causal"), True)
-    if not causal:
+    if not keys.flag("attention.causal", True):
         raise keys.refuse("attention.causal", "is false; only causal models generate")
 
 

@@ -78,6 +78,14 @@ class Keys:
             raise self.refuse(key, f"is {value}; must be a finite number{' above zero' if positive else ''}")
         return float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        if not self.has(key):
+            return default
+        value = self._value(key)
+        if not isinstance(value, bool):
+            raise self.refuse(key, f"must be a boolean, not {_kind(value)}")
+        return value
+
     def text(self, key: str, default: str) -> str:
         if not self.has(key):
             return default
