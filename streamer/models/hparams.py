@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from streamer.errors import GGUFError
 from streamer.gguf.directory import Directory, TensorInfo
 from streamer.kernels.ops import Yarn
-from streamer.models.keys import Keys
+from streamer.models.keys import MOST_LAYERS, Keys
 
 DEFAULT_ROPE_BASE = 10000.0
 EMBEDDING = "token_embd.weight"
-MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)

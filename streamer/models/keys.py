@@ -10,6 +10,8 @@ from streamer.errors import GGUFError
 from streamer.gguf.directory import Directory
 
 LARGEST = 2**31 - 1
+MOST_LAYERS = 4096
+_SMALLEST_REAL, _LARGEST_REAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's normal numbers
 
 
 class Keys:
@@ -37,6 +39,9 @@ class Keys:
         self.notes.append(f"key={self.full(key)} missing=true default={value}")
 
     def _value(self, key: str) -> object:
+        length = self.directory.metadata.length(self.full(key))  # does not make the array
+        if length is not None and length > MOST_LAYERS:
+            raise self.refuse(key, f"has {length} entries, more than any model's layers ({MOST_LAYERS})")
         value = self.directory.metadata[self.full(key)]
         return value.item() if isinstance(value, np.generic) else value
 
@@ -66,7 +71,10 @@ class Keys:
     @overload
     def real(self, key: str, default: None, *, positive: bool = ...) -> float | None: ...
     def real(self, key: str, default: float | None = -1.0, *, positive: bool = True) -> float | None:
-        """A finite number, above zero if `positive`. `default` -1: required; None: may be missing."""
+        """A finite number, above zero if `positive`. `default` -1: required; None: may be missing.
+
+        Devices compute in float32: what would be zero, subnormal or infinite there is refused.
+        """
         if not self.has(key):
             if default == -1.0:
                 raise self.refuse(key, "missing")
@@ -76,6 +84,8 @@ class Keys:
             raise self.refuse(key, f"must be a number, not {_kind(value)}")
         if not math.isfinite(value) or (positive and value <= 0):
             raise self.refuse(key, f"is {value}; must be a finite number{' above zero' if positive else ''}")
+        if value and not _SMALLEST_REAL <= abs(value) <= _LARGEST_REAL:
+            raise self.refuse(key, f"is {value}; must be a normal float32 number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -103,10 +113,10 @@ class Keys:
         value = self._value(key)
         if not isinstance(value, np.ndarray | list | tuple):
             return (self._checked_integer(key, value, minimum, maximum),) * n
-        items: Sequence[object] = value.tolist() if isinstance(value, np.ndarray) else value
-        if len(items) < n:
-            raise self.refuse(key, f"has {len(items)} entries for {n} layers")
-        return tuple(self._checked_integer(key, item, minimum, maximum) for item in items[:n])
+        if len(value) < n:
+            raise self.refuse(key, f"has {len(value)} entries for {n} layers")
+        items: Sequence[object] = value[:n].tolist() if isinstance(value, np.ndarray) else value[:n]
+        return tuple(self._checked_integer(key, item, minimum, maximum) for item in items)
 
     def flags(self, key: str, n: int) -> tuple[bool, ...]:
         """One flag a layer, from an array of booleans or integers."""

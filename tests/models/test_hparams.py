@@ -1,13 +1,16 @@
 """What a file says, taken, defaulted with a note, or refused by key or tensor."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from streamer.errors import GGUFError
+from streamer.gguf.metadata import Metadata
 from streamer.gguf.reader import read_directory
 from streamer.kernels.host_weights import prepared_nbytes
+from streamer.models.keys import Keys
 from streamer.models.registry import ARCHITECTURES, describe
 
 
@@ -83,6 +86,9 @@ def test_yarn_is_read(small_model, described):
         ("attention.head_count", 6, "does not divide 64 channels"),
         ("attention.head_count_kv", 3, "does not divide 4 heads"),
         ("attention.head_count_kv", [2, 2], "2 entries for 3 layers"),
+        ("attention.head_count_kv", [2] * 4097, "4097 entries"),
+        ("feed_forward_length", ["80"] * 5000, "5000 entries"),
+        ("block_count", [3] * 5000, "5000 entries"),
         ("attention.head_count_kv", [2, 0, 2], "is 0; must be 1"),
         ("attention.layer_norm_rms_epsilon", None, "missing"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "finite"),
@@ -106,6 +112,26 @@ def test_impossible_hyperparameter_is_refused_by_key(key, value, reason, small_m
     if value is None:
         del model.metadata[key]
     refused(model, f"llama.{key}", reason)
+
+
+@pytest.mark.parametrize("value", [1e-300, -1e-300, 1e300, 1e39, 1e-40])
+def test_a_number_that_is_none_in_float32_is_refused(value):
+    """Only a key of type F64 can hold one."""
+    metadata = Metadata("m.gguf", {"toy.epsilon": value, "toy.none": 0.0, "toy.least": 2.0**-126})
+    keys = Keys(SimpleNamespace(path="m.gguf", architecture="toy", metadata=metadata))
+    with pytest.raises(GGUFError, match=r"toy\.epsilon: .*(float32|above zero)"):
+        keys.real("epsilon")
+    with pytest.raises(GGUFError, match=r"toy\.epsilon: .*float32"):
+        keys.real("epsilon", positive=False)
+    assert (keys.real("none", positive=False), keys.real("least")) == (0.0, 2.0**-126)
+
+
+def test_an_array_may_have_more_entries_than_layers(small_model, described):
+    assert described(small_model("llama", attention__head_count_kv=[2, 1, 2, 4])).hparams.n_kv_heads == (
+        2,
+        1,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
