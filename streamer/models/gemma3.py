@@ -13,7 +13,7 @@ from streamer.models.blocks import (
     make_head,
     make_rope,
 )
-from streamer.models.hparams import HyperParameters
+from streamer.models.hparams import HyperParameters, read_attention_factor
 from streamer.models.keys import Keys
 from streamer.models.weights import WeightSource
 
@@ -27,7 +27,12 @@ def build(hp: HyperParameters, source: WeightSource) -> Decoder:
     windows = sliding_windows(hp.keys, hp.n_layers)
     embedding = make_embedding(hp, source)
     global_rope = make_rope(hp, source, RopePairing.NEOX)
-    window_rope = Rope(RopePairing.NEOX, hp.n_rot, _window_base(hp.keys))  # never scaled
+    window_rope = Rope(  # its positions are never scaled
+        RopePairing.NEOX,
+        hp.n_rot,
+        _window_base(hp.keys),
+        attention_factor=read_attention_factor(hp.keys),
+    )
     sublayers: list[Sublayer] = []
     for layer, window in enumerate(windows):
         sublayers.append(

@@ -65,7 +65,7 @@ def read_hyperparameters(directory: Directory) -> HyperParameters:
     n_layers = n_blocks - n_mtp
     n_heads = keys.per_layer("attention.head_count", n_layers, maximum=2**16)
     n_kv_heads = _kv_heads(keys, n_layers, n_heads)
-    key_length = _key_length(keys, n_embd, n_heads)
+    key_length = _head_length(keys, "attention.key_length", n_embd, n_heads)
     n_vocab = embedding.shape[1]
     return HyperParameters(
         keys=keys,
@@ -79,7 +79,7 @@ def read_hyperparameters(directory: Directory) -> HyperParameters:
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         key_length=key_length,
-        value_length=keys.integer("attention.value_length", key_length, maximum=2**14),
+        value_length=_head_length(keys, "attention.value_length", n_embd, n_heads),
         attention_scale=keys.real("attention.scale", 1.0 / math.sqrt(key_length)),
         epsilon=keys.real("attention.layer_norm_rms_epsilon"),
         n_rot=_n_rot(keys, key_length),
@@ -114,10 +114,11 @@ def _kv_heads(keys: Keys, n_layers: int, n_heads: tuple[int, ...]) -> tuple[int,
     return n_kv_heads
 
 
-def _key_length(keys: Keys, n_embd: int, n_heads: tuple[int, ...]) -> int:
-    key_length = keys.integer("attention.key_length", None, maximum=2**14)
-    if key_length is not None:
-        return key_length
+def _head_length(keys: Keys, key: str, n_embd: int, n_heads: tuple[int, ...]) -> int:
+    """Of a key or a value; either that is missing is n_embd / n_head, whatever the other one is."""
+    length = keys.integer(key, None, maximum=2**14)
+    if length is not None:
+        return length
     if n_embd % n_heads[0]:
         raise keys.refuse("attention.head_count", f"is {n_heads[0]}, which does not divide {n_embd} channels")
     return n_embd // n_heads[0]
@@ -136,26 +137,40 @@ def _rope_base(keys: Keys) -> float:
     return keys.real("rope.freq_base", DEFAULT_ROPE_BASE)
 
 
+def read_attention_factor(keys: Keys) -> float:
+    """`rope.scaling.attn_factor`: multiplies cos and sin whatever the type of scaling, windows included."""
+    return keys.real("rope.scaling.attn_factor", 1.0)
+
+
 def read_rope_scaling(keys: Keys) -> RopeScaling:
-    """`rope.scaling.*`: none, linear or yarn. GGUFError for any other: a guess would be silently wrong."""
-    kind = keys.text("rope.scaling.type", "linear" if keys.has("rope.scale_linear") else "none")
+    """`rope.scaling.*` as llama.cpp reads them: none, linear or yarn; a factor without a type is linear.
+
+    GGUFError for any other type: a guess would be silently wrong.
+    """
+    kind = keys.text("rope.scaling.type", "linear")
     factor = keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0))
+    attention_factor = read_attention_factor(keys)
     if kind == "none":
-        return RopeScaling()
+        return RopeScaling(1.0, attention_factor)
     if kind == "linear":
-        return RopeScaling(factor)
+        return RopeScaling(factor, attention_factor)
     if kind != "yarn":
         raise keys.refuse("rope.scaling.type", f"{kind!r} is not known (known: none, linear, yarn)")
+    if keys.real("rope.freq_base", DEFAULT_ROPE_BASE) == 1.0:
+        raise keys.refuse("rope.freq_base", "is 1, so all pairs turn alike and yarn has none to choose")
+    extrapolation = keys.real("rope.scaling.yarn_ext_factor", 1.0, positive=False)
     yarn = Yarn(
         factor=factor,
         original_context=keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
         beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
-        extrapolation_factor=keys.real("rope.scaling.yarn_ext_factor", 1.0, positive=False),
+        extrapolation_factor=extrapolation if extrapolation >= 0 else 1.0,  # negative: not set
     )
-    # YaRN scales attention's temperature through cos and sin: 1 + 0.1 ln(factor) (arXiv 2309.00071, eq. 22)
-    temperature = 1.0 + 0.1 * math.log(factor) if factor > 1 else 1.0
-    return RopeScaling(factor, keys.real("rope.scaling.attn_factor", 1.0) * temperature, yarn)
+    # YaRN scales attention's temperature through cos and sin: 1 + 0.1 ln(factor) (arXiv 2309.00071, eq. 22);
+    # without extrapolation it is linear scaling, which does not
+    if yarn.extrapolation_factor and factor > 1:
+        attention_factor *= 1.0 + 0.1 * math.log(factor)
+    return RopeScaling(factor, attention_factor, yarn)
 
 
 def _n_valid_ids(directory: Directory, n_vocab: int) -> int:

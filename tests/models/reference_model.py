@@ -59,7 +59,7 @@ class ReferenceModel:
         n_heads = self.m["attention.head_count"]
         n_kv = self.per_layer("attention.head_count_kv", layer)
         dk = self.m.get("attention.key_length", self.n_embd // n_heads)
-        dv = self.m.get("attention.value_length", dk)
+        dv = self.m.get("attention.value_length", self.n_embd // n_heads)
         q, k, v = self.qkv(h, layer, n_heads, n_kv, dk, dv)
         gate = None
         if self.architecture.startswith("qwen35"):

@@ -79,7 +79,7 @@ class SmallModel:
         )
         n_kv = n_kv or n_heads
         dk = self.metadata.get("attention.key_length", N_EMBD // n_heads)
-        dv = self.metadata.get("attention.value_length", dk)
+        dv = self.metadata.get("attention.value_length", N_EMBD // n_heads)
         gated = 2 if self.architecture.startswith("qwen35") else 1
         for part, n in (("q", gated * n_heads * dk), ("k", n_kv * dk), ("v", n_kv * dv)):
             self.matrix(f"{p}attn_{part}.weight", n, N_EMBD)

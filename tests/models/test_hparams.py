@@ -10,8 +10,12 @@ from streamer.errors import GGUFError
 from streamer.gguf.metadata import Metadata
 from streamer.gguf.reader import read_directory
 from streamer.kernels.host_weights import prepared_nbytes
+from streamer.kernels.ops import RopePairing
+from streamer.kernels.rope import inverse_frequencies, rotations
+from streamer.models.blocks import Attention, make_rope
 from streamer.models.keys import Keys
 from streamer.models.registry import ARCHITECTURES, describe
+from streamer.models.weights import WeightSource
 
 
 @pytest.fixture
@@ -70,6 +74,84 @@ def test_yarn_is_read(small_model, described):
     assert scaling.yarn is not None
     assert (scaling.yarn.factor, scaling.yarn.original_context) == (4.0, 64)
     assert np.isclose(scaling.attention_factor, 1 + 0.1 * np.log(4))
+
+
+def ggml_turns(positions, n_rot, base, freq_scale, n_ctx_orig, ext_factor, attn_factor, fast=32.0, slow=1.0):
+    """(n, n_rot / 2) cos + i sin: ggml's rope_yarn, pair by pair."""
+
+    def corr_dim(turns):
+        return n_rot * np.log(n_ctx_orig / (turns * 2 * np.pi)) / (2 * np.log(base))
+
+    low, high = max(0, np.floor(corr_dim(fast))), min(n_rot - 1, np.ceil(corr_dim(slow)))
+    turns = np.empty((len(positions), n_rot // 2), complex)
+    for row, position in enumerate(positions):
+        for pair in range(n_rot // 2):
+            extrapolated = position * base ** (-2 * pair / n_rot)
+            theta, mscale = freq_scale * extrapolated, attn_factor
+            if ext_factor:
+                ramp = 1 - min(1, max(0, (pair - low) / max(0.001, high - low)))
+                theta = theta * (1 - ramp * ext_factor) + extrapolated * ramp * ext_factor
+                mscale *= 1 + 0.1 * np.log(1 / freq_scale)
+            turns[row, pair] = np.exp(1j * theta) * mscale
+    return turns
+
+
+@pytest.mark.parametrize(
+    ("keys", "freq_scale", "ext_factor", "attn_factor"),
+    [
+        ({}, 1.0, 0.0, 1.0),
+        ({"factor": 4.0}, 0.25, 0.0, 1.0),
+        ({"type": "linear", "factor": 4.0, "attn_factor": 1.5}, 0.25, 0.0, 1.5),
+        ({"factor": 4.0, "attn_factor": 0.5}, 0.25, 0.0, 0.5),
+        ({"type": "none", "factor": 4.0, "attn_factor": 1.5}, 1.0, 0.0, 1.5),
+        ({"type": "yarn", "factor": 4.0}, 0.25, 1.0, 1.0),
+        ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.0}, 0.25, 0.0, 1.0),
+        ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": 0.0, "attn_factor": 1.5}, 0.25, 0.0, 1.5),
+        ({"type": "yarn", "factor": 4.0, "yarn_ext_factor": -1.0}, 0.25, 1.0, 1.0),
+        ({"type": "yarn", "factor": 8.0, "yarn_ext_factor": 0.5, "attn_factor": 1.5}, 0.125, 0.5, 1.5),
+    ],
+)
+def test_rotations_are_those_of_ggml(keys, freq_scale, ext_factor, attn_factor, small_model, described):
+    model = small_model("llama", **{f"rope__scaling__{key}": value for key, value in keys.items()})
+    architecture = described(model)
+    rope = make_rope(architecture.hparams, WeightSource(architecture.directory), RopePairing.NORM)
+    positions = np.array([0, 1, 17, 200])
+    turns = rotations(positions, inverse_frequencies(rope), rope.attention_factor)
+    expected = ggml_turns(positions, 16, 10000.0, freq_scale, 256, ext_factor, attn_factor)
+    np.testing.assert_allclose(turns, expected, atol=2e-6)  # complex64 of values near 1
+
+
+def test_the_old_key_of_the_factor_counts_where_the_new_one_is_missing(small_model, described):
+    for new, factor in ((None, 4.0), (2.0, 2.0)):
+        model = small_model("llama", rope__scale_linear=4.0, rope__scaling__factor=new)
+        assert described(model).hparams.rope_scaling.factor == factor
+
+
+def test_windows_have_the_attention_factor_and_no_scaling(small_model, described):
+    keys = {"rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 1.5}
+    architecture = described(small_model("gemma3", **keys))
+    model = architecture.bind(dict.fromkeys(spec.name for spec in architecture.specs()))
+    ropes = [s.rope for s in model.sublayers if isinstance(s, Attention)]
+    assert [(r.scale, r.attention_factor) for r in ropes] == [(1.0, 1.5), (1.0, 1.5), (0.25, 1.5)]
+
+
+def test_yarn_over_a_base_of_one_is_refused(small_model, refused):
+    model = small_model("llama", rope__scaling__type="yarn", rope__freq_base=1.0)
+    refused(model, "llama.rope.freq_base", "is 1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "lengths"),
+    [
+        ({}, (16, 16)),
+        ({"attention__key_length": 32}, (32, 16)),
+        ({"attention__value_length": 24}, (16, 24)),
+        ({"attention__key_length": 8, "attention__value_length": 24}, (8, 24)),
+    ],
+)
+def test_key_and_value_lengths_default_apart_from_each_other(keys, lengths, small_model, described):
+    hparams = described(small_model("llama", **keys)).hparams
+    assert (hparams.key_length, hparams.value_length) == lengths
 
 
 @pytest.mark.parametrize(
