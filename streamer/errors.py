@@ -10,6 +10,17 @@ def readable(path: str) -> str:
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
+def one_line(text: str) -> str:
+    """`text` with what a terminal would act on (line ends, escapes) written out, and `readable`."""
+    return text if text.isprintable() else "".join(map(_written_out, text))
+
+
+def _written_out(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte of a path
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character if character.isprintable() else ascii(character)[1:-1]
+
+
 class GgufdError(Exception):
     """A fault of ours unless a subclass says otherwise. `exit_code` is what the process ends with."""
 
@@ -17,12 +28,15 @@ class GgufdError(Exception):
 
 
 class GGUFError(GgufdError):
-    """The model file is refused: `FILE: SUBJECT: REASON`, subject a key, a tensor or `header`."""
+    """The model file is refused: `FILE: SUBJECT: REASON`, subject a key, a tensor or `header`.
+
+    Its text is one line whatever the path and the file's own words hold; the attributes are as given.
+    """
 
     exit_code = 65
 
     def __init__(self, path: str, subject: str, reason: str) -> None:
-        super().__init__(f"{readable(path)}: {subject}: {reason}")
+        super().__init__(one_line(f"{path}: {subject}: {reason}"))
         self.path, self.subject, self.reason = path, subject, reason
 
 

@@ -19,6 +19,11 @@ def shown(text: str, limit: int = 80) -> str:
     return plain if len(plain) <= limit else plain[: limit - 3] + "..."
 
 
+def quoted(text: str, limit: int = 80) -> str:
+    """`text` from the file in quotes, escaped and cut: a value that is named as what it says."""
+    return shown(repr(text[:limit]), limit)
+
+
 class Budget:
     """Parsing work left for one model. Bounds time where sizes alone do not (millions of empty strings)."""
 

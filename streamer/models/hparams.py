@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from streamer.errors import GGUFError
+from streamer.gguf.cursor import quoted
 from streamer.gguf.directory import Directory, TensorInfo
 from streamer.kernels.ops import Yarn
 from streamer.models.keys import MOST_LAYERS, Keys
@@ -155,7 +156,7 @@ def read_rope_scaling(keys: Keys) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(factor, attention_factor)
     if kind != "yarn":
-        raise keys.refuse("rope.scaling.type", f"{kind!r} is not known (known: none, linear, yarn)")
+        raise keys.refuse("rope.scaling.type", f"{quoted(kind)} is not known (known: none, linear, yarn)")
     if keys.real("rope.freq_base", DEFAULT_ROPE_BASE) == 1.0:
         raise keys.refuse("rope.freq_base", "is 1, so all pairs turn alike and yarn has none to choose")
     extrapolation = keys.real("rope.scaling.yarn_ext_factor", 1.0, positive=False)

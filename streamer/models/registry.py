@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from streamer.errors import GGUFError
+from streamer.gguf.cursor import quoted, shown
 from streamer.gguf.directory import Directory
 from streamer.gguf.kinds import require_model
 from streamer.kernels.ops import CacheLayout, Weight
@@ -64,12 +65,12 @@ class Architecture:
 def describe(directory: Directory) -> Architecture:
     """What this file needs and computes. GGUFError for an unknown architecture or anything that cannot be."""
     require_model(directory)
-    name = directory.metadata.get("general.architecture")
-    build = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if build is None or not isinstance(name, str):
+    name = directory.architecture
+    build = ARCHITECTURES.get(name)
+    if build is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise GGUFError(
-            directory.path, "general.architecture", f"{name!r} is not supported (supported: {known})"
+            directory.path, "general.architecture", f"{quoted(name)} is not supported (supported: {known})"
         )
     hparams = read_hyperparameters(directory)
     source = WeightSource(directory)
@@ -103,11 +104,12 @@ def _left_out(
     for name in skipped:
         block = _BLOCK.match(name)
         if block is None:
-            notes.append(f"tensor={name} left_out=true reason=unused")
+            notes.append(f"tensor={shown(name)} left_out=true reason=unused")
         elif int(block[1]) >= hp.n_layers:
             n_mtp += 1
         elif not _HARMLESS.fullmatch(name):
-            raise GGUFError(directory.path, name, f"not known in architecture {directory.architecture}")
+            reason = f"not known in architecture {directory.architecture}"
+            raise GGUFError(directory.path, shown(name), reason)
     if n_mtp:
         notes.append(f"tensors={n_mtp} left_out=true reason=multi-token-prediction-blocks blocks={hp.n_mtp}")
     return tuple(skipped), tuple(notes)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from streamer.errors import GGUFError, PlanError, readable
+from streamer.errors import GGUFError, PlanError, one_line
 from streamer.gguf.cursor import shown
 from streamer.gguf.directory import Directory, TensorInfo
 from streamer.plan.layouts import Layouts, resident_nbytes
@@ -181,5 +181,5 @@ def _budget(
         n_pages = min(n_pages, (free_bytes - total(0).total) // size.page_nbytes)
     least = total(size.pages_per_sequence)
     if n_pages < size.pages_per_sequence or least.total > free_bytes:
-        raise PlanError(f"{readable(path)}: {describe_lack(least, size, options, free_bytes)}")
+        raise PlanError(f"{one_line(path)}: {describe_lack(least, size, options, free_bytes)}")
     return n_pages, total(n_pages)

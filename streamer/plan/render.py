@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from streamer.errors import readable
+from streamer.errors import one_line, readable
+from streamer.gguf.cursor import shown
 from streamer.gguf.directory import Directory
 from streamer.plan.memory import readable_nbytes
 from streamer.plan.plan import Plan, PlannedWeight, Role, Segment
@@ -112,7 +113,7 @@ def render_plan(directory: Directory, plan: Plan) -> str:
     """The plan as a table of about forty lines; alike layers in a row are one line."""
     shards = f", {len(directory.shards)} shards" if len(directory.shards) > 1 else ""
     lines = [
-        f"{readable(directory.path)}: {directory.architecture}, GGUF version {directory.version}{shards}",
+        f"{one_line(directory.path)}: {directory.architecture}, GGUF version {directory.version}{shards}",
         f"{len(plan.weights)} tensors, {plan.n_layers} layers, {readable_nbytes(plan.nbytes)} to upload",
         "",
         *_table(("in order", "tensors", "file", "device", "types"), _segment_rows(plan)),
@@ -203,4 +204,4 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _listed(names: tuple[str, ...], limit: int = 4) -> str:
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+    return ", ".join(map(shown, names[:limit])) + (", ..." if len(names) > limit else "")

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from streamer.errors import ClientError, GGUFError
+from streamer.gguf.cursor import shown
 from streamer.text.encoder import Encoder, EncoderSpec, Segment, bytes_of_token
 from streamer.text.encoder_process import EncoderProcess
 from streamer.text.vocabulary import Vocabulary, read_vocabulary
@@ -128,7 +129,9 @@ def build_tokenizer(metadata: Mapping[str, object], *, path: str | None = None) 
             return Tokenizer(vocabulary, Encoder(spec))
         return Tokenizer(vocabulary, EncoderProcess(spec))
     except ValueError as error:
-        raise GGUFError(path, "tokenizer.ggml.tokens", f"no encoder can be built: {error}") from error
+        raise GGUFError(
+            path, "tokenizer.ggml.tokens", f"no encoder can be built: {shown(str(error), 200)}"
+        ) from error
 
 
 def encoder_spec(vocabulary: Vocabulary) -> EncoderSpec:

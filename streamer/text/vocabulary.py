@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from streamer.errors import GGUFError
+from streamer.gguf.cursor import quoted
 from streamer.text.pretokenizers import PRETOKENIZERS
 
 log = logging.getLogger(__name__)
@@ -85,10 +86,14 @@ class Vocabulary:
 
 
 class _Reader:
-    """Typed access to the tokenizer's keys."""
+    """Typed access to the tokenizer's keys. `warnings` are said once nothing is refused any more."""
 
     def __init__(self, metadata: Mapping[str, object], path: str) -> None:
         self.metadata, self.path = metadata, path
+        self.warnings: list[tuple[str, tuple[object, ...]]] = []
+
+    def warn(self, message: str, *values: object) -> None:
+        self.warnings.append((message, values))
 
     def refuse(self, key: str, reason: str) -> GGUFError:
         return GGUFError(self.path, f"tokenizer.ggml.{key}", reason)
@@ -160,7 +165,7 @@ def read_vocabulary(metadata: Mapping[str, object], path: str = "model") -> Voca
     merges = _merges(reader, tokens, types) if kind == "bpe" else []
     scores = _scores(reader, len(tokens)) if kind == "spm" else None
     row = PRETOKENIZERS[pre]
-    return Vocabulary(
+    vocabulary = Vocabulary(
         kind=kind,
         pre=pre,
         tokens=tokens,
@@ -172,6 +177,9 @@ def read_vocabulary(metadata: Mapping[str, object], path: str = "model") -> Voca
         add_eos=_adds(reader, "eos", special_ids, default=False),
         add_space_prefix=reader.flag("add_space_prefix", kind == "spm") and kind == "spm",
     )
+    for message, values in reader.warnings:
+        log.warning(message, *values)
+    return vocabulary
 
 
 def _kind(reader: _Reader) -> str:
@@ -180,7 +188,7 @@ def _kind(reader: _Reader) -> str:
     if model is None:
         raise reader.refuse("model", "missing")
     if model not in kinds:
-        raise reader.refuse("model", f"{model[:80]!r} is not one of {', '.join(kinds)}")
+        raise reader.refuse("model", f"{quoted(model)} is not one of {', '.join(kinds)}")
     return kinds[model]
 
 
@@ -189,10 +197,10 @@ def _pre(reader: _Reader, kind: str) -> str:
     if kind == "spm":  # it has no word splitter; files say "default" or nothing
         return "default"
     if pre is None:
-        log.warning("event=pretokenizer_missing key=tokenizer.ggml.pre using=default")
+        reader.warn("event=pretokenizer_missing key=tokenizer.ggml.pre using=default")
         return "default"
     if pre not in PRETOKENIZERS:
-        raise reader.refuse("pre", f"unknown pre-tokenizer {pre[:80]!r}")
+        raise reader.refuse("pre", f"unknown pre-tokenizer {quoted(pre)}")
     return pre
 
 
@@ -208,10 +216,11 @@ def _types(reader: _Reader, kind: str, tokens: Sequence[str]) -> np.ndarray:
         types = array.astype(np.uint8)
     for i in np.flatnonzero(types == BYTE).tolist():
         if not _BYTE_TOKEN.match(tokens[i]):
-            raise reader.refuse("tokens", f"token {i} {tokens[i][:40]!r} is of type byte but is no <0xNN>")
+            name = quoted(tokens[i], 40)
+            raise reader.refuse("tokens", f"token {i} {name} is of type byte but is no <0xNN>")
     named = [i for i, t in enumerate(tokens) if t in _END_NAMES and types[i] != CONTROL]
     for i in named:
-        log.warning("event=end_token_not_control id=%d token=%r treated_as=control", i, tokens[i])
+        reader.warn("event=end_token_not_control id=%d token=%r treated_as=control", i, tokens[i])
         types[i] = CONTROL
     return types
 
@@ -248,7 +257,7 @@ def _special_ids(reader: _Reader, kind: str, n: int) -> dict[str, int]:
         try:
             reader.token_id(f"{key}_token_id", n)
         except GGUFError as error:
-            log.warning("event=special_token_ignored reason=%r", str(error))
+            reader.warn("event=special_token_ignored reason=%r", str(error))
     return found
 
 
@@ -265,7 +274,7 @@ def _adds(reader: _Reader, name: str, special_ids: Mapping[str, int], *, default
 def _scores(reader: _Reader, n: int) -> np.ndarray:
     scores = reader.numbers("scores", n)
     if scores is None:
-        log.warning("event=scores_missing key=tokenizer.ggml.scores using=0")
+        reader.warn("event=scores_missing key=tokenizer.ggml.scores using=0")
         return np.zeros(n, np.float32)
     scores = scores.astype(np.float32)
     if np.isnan(scores).any():
@@ -281,5 +290,5 @@ def _merges(reader: _Reader, tokens: Sequence[str], types: np.ndarray) -> Sequen
         return []
     for i, merge in enumerate(merges):
         if not 0 < merge.find(" ", 1) < len(merge) - 1:
-            raise reader.refuse("merges", f"entry {i} {merge[:40]!r} is not two tokens")
+            raise reader.refuse("merges", f"entry {i} {quoted(merge, 40)} is not two tokens")
     return merges

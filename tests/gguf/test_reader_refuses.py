@@ -113,6 +113,14 @@ def test_string_arrays_of_every_shape_load(p, load):
     assert {k: directory.metadata[k] for k in lists} == lists
 
 
+def test_a_path_with_line_ends_and_escapes_is_written_out(p, write, refuse):
+    for content in (b"", p.Header(keys=[p.key("k\n\x1b[2J", p.U8, 1)] * 2)):
+        error = refuse(write(content, "a\nb\x1b[2J\r.gguf"))
+        assert error.path.endswith("a\nb\x1b[2J\r.gguf")
+        assert str(error).isprintable()
+    assert str(refuse("no\nwhere\udcff")).startswith(r"no\nwhere\udcff: file: ")
+
+
 @pytest.mark.parametrize("value", [0, 1, 4, 24, 33, 48])
 def test_alignment_that_is_no_power_of_two_is_refused(p, refuse, value):
     assert refuse(p.Header(keys=[p.key("general.alignment", p.U32, value)])).subject == "general.alignment"

@@ -1,6 +1,7 @@
 """What a file says, taken, defaulted with a note, or refused by key or tensor."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -298,6 +299,29 @@ def test_unused_tensor_outside_layers_is_left_out_and_noted(small_model, describ
     architecture = described(model)
     assert architecture.skipped == ("extra.weight",)
     assert architecture.notes == ("tensor=extra.weight left_out=true reason=unused",)
+
+
+def test_notes_and_refusals_of_tensors_are_one_line(small_model, described, tmp_path):
+    model = small_model("llama")
+    model.vector("extra\n\x1b[2J\r.weight", 8)
+    (note,) = described(model).notes
+    assert note.isprintable()
+    model.vector("blk.0.a\n\x1b[2J\r", 4)
+    with pytest.raises(GGUFError) as caught:
+        described(model)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "llama.rope.scaling.type"])
+def test_long_text_is_cut_in_a_refusal(key, small_model, tmp_path):
+    directory = read_directory(str(small_model("llama").write(tmp_path / "m.gguf")))
+    for value in ("x" * 10_000_000, "\n" * 10_000_000):
+        values = {**{k: directory.metadata[k] for k in directory.metadata}, key: value}
+        with pytest.raises(GGUFError) as caught:
+            describe(replace(directory, metadata=Metadata("m.gguf", values)))
+        assert caught.value.subject == key
+        assert len(str(caught.value)) < 400
+        assert str(caught.value).isprintable()
 
 
 def test_unknown_tensor_of_a_layer_is_refused(small_model, refused):

@@ -120,6 +120,35 @@ def test_long_tokens_within_bounds_are_built_and_found() -> None:
     assert tokenizer.encode("b" * 100_000, parse_special=True) == [2]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "x" * 1_000_000},
+        {"pre": "\n" * 1_000_000},
+        {"merges": ["\x1b" * 1_000_000]},
+        {"tokens": ["\n" * 1_000_000] * 270, "token_type": np.full(270, 6, np.int32)},
+    ],
+)
+def test_text_in_a_refusal_is_escaped_and_cut(make_bpe: Make, changes: dict[str, Any]) -> None:
+    with pytest.raises(GGUFError) as caught:
+        build_tokenizer(make_bpe(**changes))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
+def test_nothing_is_warned_of_a_vocabulary_that_is_refused(
+    make_bpe: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = {"pre": None, "token_type": np.ones(270, np.int32), "padding_token_id": 9999}
+    read_vocabulary(make_bpe(**odd))
+    assert len(caplog.records) == 4  # two names of ends are no control tokens
+    caplog.clear()
+    for bad in ({"eos_token_id": 9999}, {"merges": ["x"]}, {"add_bos_token": 1}):
+        with pytest.raises(GGUFError):
+            read_vocabulary(make_bpe(**odd, **bad))
+    assert not caplog.records
+
+
 def test_missing_pretokenizer_is_the_default_and_logged(
     make_bpe: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
