@@ -16,11 +16,11 @@ from streamer.gguf.directory import Directory, Shard, TensorInfo
 from streamer.gguf.metadata import Metadata
 from streamer.gguf.quants import QuantType
 from streamer.gguf.shards import check_shard, check_tensor_count, shard_paths
-from streamer.gguf.values import read_value
+from streamer.gguf.values import ValueType, read_value
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32
+ALIGNMENT, DEFAULT_ALIGNMENT = "general.alignment", 32
 MAX_KEY_NBYTES = 65_535  # the specification's limit
 MAX_NAME_NBYTES = 255  # ggml allows 64
 MAX_DIMENSIONS = 4
@@ -149,16 +149,25 @@ def _read_values(cursor: Cursor, n_keys: int) -> dict[str, object]:
         key = cursor.text(f"key {index}", MAX_KEY_NBYTES)
         if key in values:
             raise cursor.error(shown(key), "key occurs twice")
+        if key == ALIGNMENT:
+            _require_u32(cursor)
         values[key] = read_value(cursor, shown(key))
     return values
 
 
+def _require_u32(cursor: Cursor) -> None:
+    """The alignment is the one key whose type the specification fixes; others take any integer."""
+    type = cursor.u32(ALIGNMENT)
+    cursor.position -= 4
+    if type != ValueType.U32:
+        raise cursor.error(ALIGNMENT, f"must be of type u32 ({ValueType.U32}), is of type {type}")
+
+
 def _alignment(cursor: Cursor, values: Mapping[str, object]) -> int:
-    value = values.get("general.alignment", DEFAULT_ALIGNMENT)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise cursor.error("general.alignment", "must be an integer")
+    value = values.get(ALIGNMENT, DEFAULT_ALIGNMENT)
+    assert isinstance(value, int)
     if value < 8 or value & (value - 1):
-        raise cursor.error("general.alignment", f"is {value}, must be a power of two of at least 8")
+        raise cursor.error(ALIGNMENT, f"is {value}, must be a power of two of at least 8")
     return value
 
 

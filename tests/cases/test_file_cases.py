@@ -91,6 +91,10 @@ REFUSED: list[tuple[str, Change, tuple[str, ...]]] = [
         (f"4 {n}", lambda f, n=n: f.first_key(ALIGNMENT, U32, scalar(U32, n)), ("alignment", str(n)))
         for n in (0, 24, 1 << 31 | 1)
     ],
+    *[
+        (f"4 {kind}", lambda f, k=kind: f.first_key(ALIGNMENT, k, scalar(k, 32)), ("alignment", "u32"))
+        for kind in (U8, I32, U64, I64)
+    ],
     ("4 text", lambda f: f.first_key(ALIGNMENT, STRING, text("32")), ("alignment",)),
     ("4 float", lambda f: f.first_key(ALIGNMENT, F32, scalar(F32, 32)), ("alignment",)),
     ("4 array", lambda f: f.first_key(ALIGNMENT, ARRAY, array(U32, [])), ("alignment",)),

@@ -127,7 +127,15 @@ def test_alignment_that_is_no_power_of_two_is_refused(p, refuse, value):
 
 
 @pytest.mark.parametrize(
-    ("type", "value"), [("STRING", "32"), ("F32", 32.0), ("BOOL", 1), ("ARRAY", (4, [32]))]
+    ("type", "value"),
+    [
+        *[(name, 32) for name in ("U8", "I8", "U16", "I16", "I32", "U64", "I64")],
+        ("STRING", "32"),
+        ("F32", 32.0),
+        ("F64", 32.0),
+        ("BOOL", 1),
+        ("ARRAY", (4, [32])),
+    ],
 )
 def test_alignment_of_the_wrong_type_is_refused(p, refuse, type, value):
     assert (
