@@ -1,13 +1,18 @@
 """A place in a file that may lie about its sizes: reads forward, believes no length before it is checked."""
 
+import codecs
 import os
 import struct
+from array import array
 
 from streamer.errors import FileChangedError, GGUFError
 
 FIRST_READ_NBYTES = 64 << 10  # most headers without a vocabulary fit; doubled whenever more is needed
 MAX_HEADER_NBYTES = 256 << 20  # real ones with 260,000 tokens and merges take 15 MB
 MAX_WORK = 4_000_000  # units of parsing a model may cost over all shards: about half a second
+
+_PIECE_NBYTES = 1 << 20
+_READ_NBYTES = 8 << 20
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -22,6 +27,18 @@ def shown(text: str, limit: int = 80) -> str:
 def quoted(text: str, limit: int = 80) -> str:
     """`text` from the file in quotes, escaped and cut: a value that is named as what it says."""
     return shown(repr(text[:limit]), limit)
+
+
+def utf8_fault(raw: bytes) -> int | None:
+    """Where `raw` stops being UTF-8. Piece by piece: a whole text can take four times its bytes."""
+    start = 0
+    while start < len(raw):
+        piece = raw[start : start + _PIECE_NBYTES]
+        try:
+            start += codecs.utf_8_decode(piece, "strict", start + len(piece) == len(raw))[1]
+        except UnicodeDecodeError as error:
+            return start + error.start
+    return None
 
 
 class Budget:
@@ -46,7 +63,7 @@ class Cursor:
     def __init__(self, path: str, descriptor: int, file_nbytes: int, budget: Budget) -> None:
         self.path, self.file_nbytes, self.budget = path, file_nbytes, budget
         self.position = 0
-        self.data = b""  # the file's first len(data) bytes
+        self.data = bytearray()  # the file's first bytes; grows in place
         self._descriptor = descriptor
 
     @property
@@ -73,57 +90,63 @@ class Cursor:
 
     def _grow(self, target: int) -> None:
         target = min(target, self.file_nbytes)
-        parts = [self.data]
-        have = len(self.data)
-        while have < target:
-            part = os.pread(self._descriptor, target - have, have)
+        while (have := len(self.data)) < target:
+            part = os.pread(self._descriptor, min(target - have, _READ_NBYTES), have)
             if not part:
                 lacking = self.file_nbytes - have
                 raise FileChangedError(
                     self.path, "header", f"truncated while being read: {lacking} bytes lack"
                 )
-            parts.append(part)
-            have += len(part)
-        self.data = b"".join(parts)
+            self.data += part
 
     def take(self, nbytes: int, subject: str) -> bytes:
         self.need(nbytes, subject)
-        start, self.position = self.position, self.position + nbytes
-        return self.data[start : self.position]
+        self.position += nbytes
+        return self.since(self.position - nbytes)
+
+    def since(self, begin: int) -> bytes:
+        """A copy of what lies between `begin` and the position."""
+        return bytes(memoryview(self.data)[begin : self.position])
 
     def u32(self, subject: str) -> int:
-        value: int = _U32.unpack(self.take(4, subject))[0]
-        return value
+        return self._number(_U32, subject)
 
     def u64(self, subject: str) -> int:
-        value: int = _U64.unpack(self.take(8, subject))[0]
+        return self._number(_U64, subject)
+
+    def _number(self, packing: struct.Struct, subject: str) -> int:
+        self.need(packing.size, subject)
+        value: int = packing.unpack_from(self.data, self.position)[0]
+        self.position += packing.size
         return value
 
-    def text(self, subject: str, max_nbytes: int | None = None) -> str:
-        """A length and that many bytes of UTF-8."""
+    def text_bytes(self, subject: str, max_nbytes: int) -> bytes:
+        """A length and that many bytes, proved to be UTF-8."""
         nbytes = self.u64(subject)
-        if max_nbytes is not None and nbytes > max_nbytes:
+        if max_nbytes < nbytes <= self.remaining:
             raise self.error(subject, f"length {nbytes} is over the {max_nbytes} bytes that are allowed")
         raw = self.take(nbytes, subject)
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self.error(subject, f"text is not UTF-8 (byte {error.start})") from None
+        if (fault := utf8_fault(raw)) is not None:
+            raise self.error(subject, f"text is not UTF-8 (byte {fault})")
+        return raw
 
-    def string_starts(self, count: int, subject: str) -> list[int]:
+    def text(self, subject: str, max_nbytes: int) -> str:
+        return str(self.text_bytes(subject, max_nbytes), "utf-8")
+
+    def string_starts(self, count: int, subject: str) -> "array[int]":
         """Step over `count` strings without making them: the positions of their lengths in `data`."""
         if count * 8 > self.remaining:
             raise self.error(
                 subject, f"{count} strings cannot fit in the {self.remaining} bytes that are left"
             )
         self.budget.charge(count, subject)
-        starts: list[int] = []
+        starts = array("q")  # a list would take five times as much
         while len(starts) < count:
             self._step_over_loaded(count, starts)
             self.need(8 if len(starts) < count else 0, subject)
         return starts
 
-    def _step_over_loaded(self, count: int, starts: list[int]) -> None:
+    def _step_over_loaded(self, count: int, starts: "array[int]") -> None:
         """The hot loop: as far as `data` reaches. Leaves the position behind the last string seen."""
         data, position, unpack, append = self.data, self.position, _U64.unpack_from, starts.append
         last = len(data) - 8

@@ -1,4 +1,4 @@
-"""A file's key-value pairs: a mapping with lazy arrays, and getters that refuse a wrong type by key."""
+"""A file's key-value pairs: a mapping, lazy where long, with getters that refuse a wrong type by key."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from streamer.errors import GGUFError
 from streamer.gguf.cursor import shown
-from streamer.gguf.values import NestedArray, NumberArray, StringArray
+from streamer.gguf.values import NestedArray, NumberArray, StringArray, Text
 
 _T = TypeVar("_T")
-_LAZY = (NumberArray, StringArray, NestedArray)
+_ARRAYS = (NumberArray, StringArray, NestedArray)
+_LAZY = (*_ARRAYS, Text)
 
 
 class _Required:
@@ -23,7 +24,7 @@ REQUIRED = _Required()
 
 
 class Metadata(Mapping[str, object]):
-    """Values by key: int, float, bool, str, numpy arrays (read-only), lists of str; arrays made on first use.
+    """Values by key: int, float, bool, str, numpy arrays (read-only), lists of str; long ones made on use.
 
     Every getter raises GGUFError naming the key when it is absent without a default, or has another type.
     """
@@ -51,7 +52,7 @@ class Metadata(Mapping[str, object]):
     def length(self, key: str) -> int | None:
         """Number of an array's elements without making them; None when absent or no array."""
         value = self._values.get(key)
-        return len(value) if isinstance(value, (*_LAZY, list, np.ndarray)) else None
+        return len(value) if isinstance(value, (*_ARRAYS, list, np.ndarray)) else None
 
     def get_int(self, key: str, default: _T | _Required = REQUIRED) -> int | _T:
         value = self._get(key, default)
@@ -83,9 +84,10 @@ class Metadata(Mapping[str, object]):
     def get_str(self, key: str, default: _T | _Required = REQUIRED) -> str | _T:
         value = self._get(key, default)
         if isinstance(value, _Found):
-            if not isinstance(value.it, str):
+            made = value.made() if isinstance(value.it, Text) else value.it
+            if not isinstance(made, str):
                 raise self._wrong(key, "a string")
-            return value.it
+            return made
         return value
 
     def get_strings(self, key: str, default: _T | _Required = REQUIRED) -> list[str] | _T:
@@ -134,7 +136,10 @@ class Metadata(Mapping[str, object]):
 
     def _wrong(self, key: str, wanted: str) -> GGUFError:
         value = self._values[key]
-        kind = "an array" if isinstance(value, (*_LAZY, list, np.ndarray)) else type(value).__name__
+        if isinstance(value, (*_ARRAYS, list, np.ndarray)):
+            kind = "an array"
+        else:
+            kind = "a string" if isinstance(value, Text) else type(value).__name__
         return self.error(key, f"must be {wanted}, is {kind}")
 
 

@@ -8,9 +8,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streamer.gguf.cursor import Cursor
+from streamer.gguf.cursor import Cursor, utf8_fault
 
 MAX_NESTING = 8  # arrays of arrays occur in no known model; honest ones are shallow
+MAX_TEXT_NBYTES = 64 << 20  # of one value; a whole tokenizer as JSON, the longest known, takes 33 MB
+LONG_TEXT_NBYTES = 64 << 10  # decoded on use only: text with one emoji takes four bytes a character
+_BLOCK_NBYTES = 1 << 20  # of strings proved at once
 NESTED_COST = 64  # work units an inner array is charged: it becomes an object at once
 
 
@@ -77,28 +80,39 @@ class StringArray:
         return len(self._starts)
 
     def first_not_utf8(self) -> int | None:
-        """Index of a string that is not UTF-8, found in bulk: one decode over all text, lengths cut out.
+        """Index of a string that is not UTF-8, found in bulk, a block of strings at a time."""
+        begin = 0
+        while begin < len(self):
+            end = int(np.searchsorted(self._starts, self._starts[begin] + _BLOCK_NBYTES))
+            end = max(begin + 1, end)  # one longer string is a block by itself
+            if end == begin + 1 or not self._is_joined_utf8(begin, end):
+                fault = (i for i in range(begin, end) if utf8_fault(self._bytes(i)) is not None)
+                if (index := next(fault, None)) is not None:
+                    return index
+            begin = end
+        return None
+
+    def _is_joined_utf8(self, begin: int, end: int) -> bool:
+        """One decode over strings [begin, end), lengths cut out.
 
         Joined text is valid exactly when each part is, if no part begins inside a character.
         """
-        lengths = np.zeros(len(self._raw), dtype=np.bool_)  # True where a byte belongs to a length
+        base, stop = self._end(begin - 1), self._end(end - 1)
+        text = np.frombuffer(self._raw, dtype=np.uint8, count=stop - base, offset=base)
+        starts = self._starts[begin:end] - base
+        lengths = np.zeros(len(text), dtype=np.bool_)  # True where a byte belongs to a length
         for byte in range(8):
-            lengths[self._starts + byte] = True
-        text = np.frombuffer(self._raw, dtype=np.uint8)
-        begins_inside = (text[np.minimum(self._starts + 8, len(text) - 1)] & 0xC0) == 0x80
-        empty = np.diff(self._starts, append=len(self._raw)) == 8
-        if not (begins_inside & ~empty).any():
-            try:
-                text[~lengths].tobytes().decode("utf-8")
-                return None
-            except UnicodeDecodeError:
-                pass  # found again below, where the index is known
-        return next(i for i in range(len(self)) if not _is_utf8(self._bytes(i)))
+            lengths[starts + byte] = True
+        begins_inside = (text[np.minimum(starts + 8, len(text) - 1)] & 0xC0) == 0x80
+        empty = np.diff(starts, append=len(text)) == 8
+        return not (begins_inside & ~empty).any() and utf8_fault(text[~lengths].tobytes()) is None
+
+    def _end(self, index: int) -> int:
+        """Where string `index` ends, and the length of the next one stands."""
+        return int(self._starts[index + 1]) if index + 1 < len(self) else len(self._raw)
 
     def _bytes(self, index: int) -> bytes:
-        start = int(self._starts[index])
-        end = int(self._starts[index + 1]) if index + 1 < len(self) else len(self._raw)
-        return self._raw[start + 8 : end]
+        return self._raw[self._end(index - 1) + 8 : self._end(index)]
 
     def value(self) -> list[str]:
         if self._made is None:
@@ -106,6 +120,16 @@ class StringArray:
             raw = self._raw
             self._made = [str(raw[start + 8 : end], "utf-8") for start, end in itertools.pairwise(starts)]
         return self._made
+
+
+class Text:
+    """A long string as it lies in the header, proved to be UTF-8; `value()` decodes it."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def value(self) -> str:
+        return str(self._raw, "utf-8")
 
 
 class NestedArray:
@@ -122,12 +146,13 @@ class NestedArray:
 
 
 def read_value(cursor: Cursor, key: str) -> object:
-    """The value at the cursor (u32 type, then the value): a scalar, a str, or a LazyArray."""
+    """The value at the cursor (u32 type, then the value): a scalar, a str, a Text or a LazyArray."""
     type = _read_type(cursor, key)
     if type is ValueType.ARRAY:
         return _read_array(cursor, key, depth=1)
     if type is ValueType.STRING:
-        return cursor.text(key)
+        raw = cursor.text_bytes(key, MAX_TEXT_NBYTES)
+        return Text(raw) if len(raw) > LONG_TEXT_NBYTES else str(raw, "utf-8")
     packing = _SCALARS[type][0]
     value = packing.unpack(cursor.take(packing.size, key))[0]
     if type is not ValueType.BOOL:
@@ -168,16 +193,8 @@ def _read_array(cursor: Cursor, key: str, depth: int) -> LazyArray:
 
 def _read_strings(cursor: Cursor, key: str, count: int) -> StringArray:
     begin = cursor.position
-    starts = np.array(cursor.string_starts(count, key), dtype=np.int64) - begin
-    strings = StringArray(cursor.data[begin : cursor.position], starts)
+    starts = np.frombuffer(cursor.string_starts(count, key), dtype=np.int64) - begin
+    strings = StringArray(cursor.since(begin), starts)
     if count and (index := strings.first_not_utf8()) is not None:
         raise cursor.error(key, f"string {index} is not UTF-8")
     return strings
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -2,9 +2,15 @@
 
 import os
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamer.errors import GGUFError
+from streamer.gguf.values import StringArray
 
 
 def test_array_length_over_the_file_is_refused(p, refuse):
@@ -95,6 +101,63 @@ def test_text_that_is_not_utf8_is_refused_everywhere(p, refuse, raw):
     assert "UTF-8" in refuse(p.Header(keys=[p.key("k", p.STRING, raw)])).reason
     assert "string 2" in refuse(p.Header(keys=[p.key("k", p.ARRAY, (p.STRING, ["a", "b", raw, "c"]))])).reason
     assert "UTF-8" in refuse(p.Header(keys=[p.ARCHITECTURE], tensors=[p.tensor(raw)], data=bytes(32))).reason
+
+
+@pytest.mark.parametrize("block", [1, 16, 40, 1 << 20])
+@given(
+    strings=st.lists(st.sampled_from([b"", b"a" * 20, b"\xc3", b"\xbc", "ü😀".encode(), b"\x80"]), max_size=9)
+)
+def test_the_first_string_that_is_not_utf8_is_found_whatever_the_blocks(block, strings):
+    def is_bad(raw):
+        try:
+            raw.decode()
+        except UnicodeDecodeError:
+            return True
+        return False
+
+    starts = np.cumsum([0, *[8 + len(s) for s in strings]])[:-1]
+    packed = StringArray(b"".join(struct.pack("<Q", len(s)) + s for s in strings), starts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streamer.gguf.values._BLOCK_NBYTES", block)
+        assert packed.first_not_utf8() == next((i for i, s in enumerate(strings) if is_bad(s)), None)
+
+
+def test_a_bad_string_at_the_end_of_many_is_found_in_bounded_time_and_memory(p, refuse):
+    n = 300_000
+    raw = struct.pack("<IQ", p.STRING, n) + p.text("a" * 40) * (n - 1) + p.text(b"\xff" * 40)
+    content = p.Header(keys=[p.raw_key("k", p.ARRAY, raw)]).build()
+    tracemalloc.start()
+    try:
+        error = refuse(content)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert error.reason == f"string {n - 1} is not UTF-8"
+    assert peak < 3 * len(content)
+
+
+def test_long_text_is_decoded_on_use_only(p, load):
+    value = "😀" + "a" * (8 << 20)  # as a str four times its bytes
+    content = p.Header(keys=[p.key("k", p.STRING, value), p.ARCHITECTURE]).build()
+    tracemalloc.start()
+    try:
+        metadata = load(content).metadata
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(content)
+    assert metadata["k"] == metadata.get_str("k") == value
+    assert metadata.length("k") is None
+    with pytest.raises(GGUFError, match="must be an integer, is a string"):
+        metadata.get_int("k")
+
+
+def test_text_of_no_model_is_refused_by_its_length(p, write, refuse):
+    path = write(p.Header(keys=[p.raw_key("k", p.STRING, struct.pack("<Q", (64 << 20) + 1))]))
+    os.truncate(path, 65 << 20)  # a hole: zeros are UTF-8
+    assert "length 67108865" in refuse(path).reason
+    bad = p.key("k", p.STRING, b"a" * (3 << 20) + b"\xe2\x82")
+    assert f"byte {3 << 20}" in refuse(p.Header(keys=[bad])).reason
 
 
 def test_a_character_split_over_two_strings_is_refused(p, refuse):
