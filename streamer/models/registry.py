@@ -29,6 +29,14 @@ ARCHITECTURES: Mapping[str, Build] = {
 
 # Tensors of a trunk layer that are safe to ignore: tables of converters, computed from metadata here.
 _HARMLESS = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs|attn_rotary_emb\..*)(\.weight)?")
+# Tensors outside layers that some architecture computes with (llama.cpp's names of them). A file that has one
+# which its own architecture does not use is another model; vision towers and the like are called otherwise.
+_COMPUTED = re.compile(
+    r"(token_embd|token_embd_norm|token_types|position_embd|output|output_norm|rope_freqs"
+    r"|rope_factors_long|rope_factors_short|per_layer_token_embd|per_layer_model_proj|per_layer_proj_norm"
+    r"|altup_proj|altup_unembd_proj)(\..*)?",
+    re.DOTALL,
+)
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -96,16 +104,19 @@ def describe(directory: Directory) -> Architecture:
 def _left_out(
     directory: Directory, specs: list[WeightSpec], hp: HyperParameters
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Tensors nobody asked for: MTP blocks and strays. One in a trunk layer would matter: refused."""
+    """Tensors nobody asked for: MTP blocks and strays.
+
+    One of a trunk layer, or around the layers, is refused: leaving a weight out silently gives wrong answers.
+    """
     wanted = {spec.name for spec in specs}
     skipped = [name for name in directory.tensors if name not in wanted]
     notes = []
     n_mtp = 0
     for name in skipped:
         block = _BLOCK.match(name)
-        if block is None:
+        if block is None and not _COMPUTED.fullmatch(name):
             notes.append(f"tensor={shown(name)} left_out=true reason=unused")
-        elif int(block[1]) >= hp.n_layers:
+        elif block is not None and int(block[1]) >= hp.n_layers:
             n_mtp += 1
         elif not _HARMLESS.fullmatch(name):
             reason = f"not known in architecture {directory.architecture}"

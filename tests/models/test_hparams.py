@@ -324,6 +324,49 @@ def test_long_text_is_cut_in_a_refusal(key, small_model, tmp_path):
         assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "output_norm.bias",
+        "token_embd.bias",
+        "token_embd_norm.weight",
+        "position_embd.weight",
+        "output.scale",
+        "rope_factors_long.weight",
+        "rope_freqs.bias",
+        "per_layer_token_embd.weight",
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen35"])
+def test_unknown_tensor_around_the_layers_is_refused(name, architecture, small_model, refused):
+    model = small_model(architecture)
+    model.vector(name, 64)
+    refused(model, name, f"not known in architecture {architecture}")
+
+
+def test_tensors_that_no_text_needs_are_left_out(small_model, described):
+    model = small_model("llama")
+    names = (
+        "v.position_embd.weight",
+        "mm.0.weight",
+        "a.output.weight",
+        "output_hook",
+        "rope_freqs_old.weight",
+    )
+    for name in names:
+        model.vector(name, 8)
+    assert described(model).skipped == names
+
+
+def test_known_tensors_around_the_layers_are_used(small_model, described):
+    model = small_model("llama")
+    model.vector("rope_freqs.weight", 8)
+    model.vector("output.bias", 96)
+    architecture = described(model)
+    assert architecture.skipped == ()
+    assert {"rope_freqs.weight", "output.bias"} <= {spec.name for spec in architecture.specs()}
+
+
 def test_unknown_tensor_of_a_layer_is_refused(small_model, refused):
     model = small_model("llama")
     model.vector("blk.0.attn_sinks.weight", 4)
