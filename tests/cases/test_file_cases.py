@@ -39,6 +39,7 @@ ALIGNMENT, PRE_MODEL = "general.alignment", "tokenizer.ggml.model"
 SCALARS = (U8, U16, I32, F32, BOOL, U64, I64, F64)
 A_TEXT = array(STRING, [text("a")])
 LAST = "blk.0.ffn_norm.weight"
+KV = "llama.attention.head_count_kv"
 
 
 def only_key(file: File, kind: int, raw: bytes) -> None:
@@ -132,10 +133,26 @@ REFUSED: list[tuple[str, Change, tuple[str, ...]]] = [
     ("25 unknown pre", lambda f: bpe(f, "nobody-knows"), ("tokenizer.ggml.pre", "nobody-knows")),
     ("25 unknown model", lambda f: f.key(PRE_MODEL, STRING, text("bert")), (PRE_MODEL,)),
     ("25 ids out of range", lambda f: f.key("tokenizer.ggml.eos_token_id", U32, scalar(U32, 9999)), ("eos",)),
+    ("25 endless token", lambda f: longer_tokens(f, 1_000_000), ("tokenizer.ggml.tokens", "1000000")),
+    ("0 causal is text", lambda f: f.key("llama.attention.causal", STRING, text("no")), ("causal",)),
+    ("0 a layer too many", lambda f: f.key(KV, ARRAY, array(U8, [b"\4"] * 1_000_000)), (KV, "1000000")),
+    ("0 tensor of another model", lambda f: stray(f, "output_norm.bias"), ("output_norm.bias",)),
+    ("0 names in two lines", lambda f: stray(f, "blk.0.x\n\x1b[2J"), (r"blk.0.x\n\x1b",)),
+    ("0 a long name", lambda f: f.key("general.architecture", STRING, text("x" * 1_000_000)), ("xxx...",)),
     ("0 unknown architecture", lambda f: f.key("general.architecture", STRING, text("mamba9")), ("mamba9",)),
     ("0 no tensor of a layer", lambda f: f.without("blk.0.attn_q.weight"), ("blk.0.attn_q.weight",)),
     ("0 more layers than tensors", lambda f: f.key("llama.block_count", U32, scalar(U32, 4000)), ("blk.",)),
 ]  # fmt: skip
+
+
+def longer_tokens(f: File, n: int) -> None:
+    f.key("tokenizer.ggml.tokens", ARRAY, array(STRING, [text(t) for t in (*TOKENS[:-1], "a" * n)]))
+
+
+def stray(f: File, name: str) -> None:
+    """A tensor that nothing asks for."""
+    f.tensors.append(Tensor(name, (8,), 0, len(f.data)))
+    f.data += bytes(32)
 
 
 def bpe(f: File, pre: str | None = None) -> None:
@@ -177,8 +194,10 @@ LOADED: list[tuple[str, Change]] = [
     ("7 any order", lambda f: f.tensors.reverse()),
     ("8 longer than needed", lambda f: setattr(f, "data", f.data + bytes(4096))),
     ("11 version 2", lambda f: setattr(f, "version", 2)),
+    ("0 vision tower", lambda f: stray(f, "v.blk.0.attn_q.weight")),
     ("13 type model", lambda f: f.key("general.type", STRING, text("model"))),
     ("25 no pre", bpe),
+    ("25 long token", lambda f: longer_tokens(f, 4000)),
     ("25 known pre", lambda f: bpe(f, "qwen2")),
     ("26 broken template", lambda f: f.key("tokenizer.chat_template", STRING, text("{% for"))),
 ]  # fmt: skip
