@@ -112,10 +112,15 @@ class Daemon:
 
     def wait_listening(self) -> None:
         deadline = time.monotonic() + READY_S
-        while not os.path.exists(self.path):
+        while not self._is_listening():
             assert self.process.poll() is None, self.text
             assert time.monotonic() < deadline
             time.sleep(0.005)
+
+    def _is_listening(self) -> bool:
+        """The file alone does not say so: on a busy machine its maker may rest between bind and listen."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(self.path) == 0
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> int:
         """Exit code; everything notified until the end is taken in."""
