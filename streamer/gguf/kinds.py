@@ -20,7 +20,7 @@ def kind_of(directory: Directory) -> str:
     """`model`, or in words what the file is instead."""
     metadata = directory.metadata
     for key in ("general.type", "general.architecture"):
-        value = metadata.get(key)
+        value = metadata.get(key) if metadata.length(key) is None else None
         if isinstance(value, str) and value in _KINDS:
             return _KINDS[value]
     if "adapter.type" in metadata or any(name.endswith((".lora_a", ".lora_b")) for name in directory.tensors):

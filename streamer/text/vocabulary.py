@@ -10,6 +10,7 @@ import numpy as np
 
 from streamer.errors import GGUFError
 from streamer.gguf.cursor import quoted
+from streamer.gguf.metadata import Metadata
 from streamer.text.pretokenizers import PRETOKENIZERS
 
 log = logging.getLogger(__name__)
@@ -101,14 +102,24 @@ class _Reader:
     def get(self, key: str) -> object:
         return self.metadata.get(f"tokenizer.ggml.{key}")
 
+    def length(self, key: str) -> int | None:
+        """Of an array that is not made for it; None when absent or no array of a file."""
+        metadata = self.metadata
+        return metadata.length(f"tokenizer.ggml.{key}") if isinstance(metadata, Metadata) else None
+
+    def scalar(self, key: str) -> object:
+        if (length := self.length(key)) is not None:
+            raise self.refuse(key, f"expected one value, found an array of {length}")
+        return self.get(key)
+
     def string(self, key: str) -> str | None:
-        value = self.get(key)
+        value = self.scalar(key)
         if value is not None and not isinstance(value, str):
             raise self.refuse(key, f"expected a string, found {type(value).__name__}")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key)
+        value = self.scalar(key)
         if value is None:
             return default
         if not isinstance(value, bool | np.bool_):
@@ -128,9 +139,14 @@ class _Reader:
         return value
 
     def numbers(self, key: str, n: int) -> np.ndarray | None:
+        length = self.length(key)
+        if length is not None and length != n:
+            raise self.refuse(key, f"has {length} entries for {n} tokens")
         value = self.get(key)
         if value is None:
             return None
+        if isinstance(value, list) and not all(isinstance(item, int | float) for item in value):
+            value = None  # as an array every text would take as much as the longest one
         array = np.asarray(value)
         if array.ndim != 1 or array.dtype.kind not in "iuf":
             raise self.refuse(key, "expected an array of numbers")
@@ -139,7 +155,7 @@ class _Reader:
         return array
 
     def token_id(self, key: str, n: int) -> int | None:
-        value = self.get(key)
+        value = self.scalar(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | np.integer):

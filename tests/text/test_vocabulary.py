@@ -3,7 +3,8 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamer.errors import GGUFError
+from streamer.gguf.metadata import Metadata
+from streamer.gguf.values import StringArray
 from streamer.text.tokenizer import build_tokenizer
 from streamer.text.vocabulary import MAX_NAMED_CHARS, read_vocabulary
 
 Make = Callable[..., dict[str, Any]]
 
 
-def refused_key(metadata: dict[str, Any]) -> str:
+def refused_key(metadata: Mapping[str, Any]) -> str:
     with pytest.raises(GGUFError) as caught:
         build_tokenizer(metadata, path="x.gguf")
     assert caught.value.path == "x.gguf"
@@ -118,6 +121,25 @@ def test_long_tokens_within_bounds_are_built_and_found() -> None:
     assert tokenizer.encode("a" * 299) == [299]
     tokenizer = build_tokenizer(spm_of_words(["b" * 100_000], 3))
     assert tokenizer.encode("b" * 100_000, parse_special=True) == [2]
+
+
+@pytest.mark.parametrize("key", ["model", "pre", "add_bos_token", "eos_token_id", "token_type"])
+def test_an_array_in_the_wrong_place_is_refused_before_it_is_made(make_bpe: Make, key: str) -> None:
+    class Strings(StringArray):
+        def value(self) -> list[str]:
+            raise AssertionError("made")
+
+    strings = Strings(b"", np.zeros(269, np.int64))
+    assert refused_key(Metadata("x.gguf", make_bpe(**{key: strings}))) == key
+
+
+def test_types_that_are_text_are_refused_without_room_for_the_longest(make_bpe: Make) -> None:
+    tracemalloc.start()
+    try:
+        assert refused_key(make_bpe(token_type=["1" * 1_000_000] + ["1"] * 269)) == "token_type"
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
