@@ -27,6 +27,7 @@ from streamer.text.vocabulary import read_vocabulary
 
 T = TypeVar("T")
 INLINE_CHARACTERS = 256  # encoded on the loop: under 0.2 ms
+N_COMPILERS = 8  # threads that wait for grammars; of costly ones the factory lets only some of these go on
 LARGE_CHAT_CHARACTERS = 1 << 15  # from here on even the preparation of a rendering goes to a thread
 
 
@@ -60,9 +61,14 @@ class TextWork:
         self._tags_are_control = CLOSE in by_text and tokenizer.is_control(by_text[CLOSE])
         self._longest_token = max(len(token.encode()) for token in tokenizer.vocabulary.tokens)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._compilers = ThreadPoolExecutor(N_COMPILERS, thread_name_prefix="grammar")
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    async def _compile(self, work: Callable[[], Constraint]) -> Constraint:
+        """On threads of its own: a grammar may take seconds, and no prompt waits for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
 
     # ---- prompts -------------------------------------------------------------------------------------------
 
@@ -136,7 +142,7 @@ class TextWork:
                 grammar = self._after_thought(grammar, prompt)
             return self._constraints.compile(grammar)
 
-        return await self.run(compile_format)
+        return await self._compile(compile_format)
 
     def _after_thought(self, grammar: str, prompt: ChatPrompt) -> str:
         """What the model thinks first is free, as without a constraint."""
@@ -154,16 +160,17 @@ class TextWork:
             )
             return self._constraints.compile(self._after_thought(grammar, prompt))
 
-        return await self.run(compile_calls)
+        return await self._compile(compile_calls)
 
     def warm(self) -> None:
-        """Start the process that compiles grammars; nobody waits for it but its first user."""
-        self._pool.submit(self._constraints.start)
+        """Start the process that constraints are forked from; nobody waits for it but its first user."""
+        self._compilers.submit(self._constraints.start)
 
     def close(self) -> None:
         self.templates.close()
         self._constraints.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _n_characters(messages: tuple[dict[str, Any], ...]) -> int:

@@ -1,21 +1,30 @@
-"""The process that compiles grammars and computes masks: llguidance under limits of work and memory.
+"""Processes that compile one grammar each and compute its masks: llguidance under limits of work and memory.
 
-Two channels: on the first grammars are compiled and dropped, on the second tokens are accepted. Every answer
-is the constraint's number, a status byte and a body.
+The first process only builds the tokenizer and forks: for every connection it is handed, one process that
+shares the tokenizer's memory, so that a constraint costs a fork and 2 MB and can harm no other. That one is
+sent a grammar, then token ids; every answer is a status byte and a body. It ends as soon as its owner hangs
+up, whatever it is doing.
 """
 
+import gc
+import os
 import resource
+import select
+import signal
 import threading
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 import llguidance
 
 from streamer.text.encoder import CONTROL, UNKNOWN, Encoder, EncoderSpec, bytes_of_token
 from streamer.text.encoder_process import read_payload
 
-MASK, FINISHED, REFUSED = 0, 1, 2  # status: go on, only an end may follow, error text
-_MEMORY_NBYTES = 8 << 30
+MASK, FINISHED, REFUSED, BUSY = 0, 1, 2, 3  # go on; only an end may follow; error text; no process to be had
+_MEMORY_NBYTES = 2 << 30  # of one constraint, beyond what it shares
 _LIMITS = llguidance.LLParserLimits(
     max_lexer_states=50_000, max_grammar_size=200_000, step_max_items=50_000, verbose_errors=False
 )
@@ -42,70 +51,77 @@ class _Vocabulary:
         return self._encoder.encode([(text, False)]).tolist()
 
 
-class Compiler:
-    """Constraints by number. `compile`, `accept` and `drop` are each called from one thread."""
+class _Compiler:
+    """Matchers over one tokenizer."""
 
     def __init__(self, spec: EncoderSpec, end_ids: Sequence[int]) -> None:
         vocabulary = _Vocabulary(spec, end_ids)
         wrapped = llguidance.TokenizerWrapper(vocabulary)
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=vocabulary.end_ids)
         self._n_tokens = len(spec.tokens)
-        self._matchers: dict[int, llguidance.LLMatcher] = {}
 
-    def compile(self, number: int, grammar: str) -> bytes:
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        answer = self._state(number, matcher)
-        if answer[4] != REFUSED:
-            self._matchers[number] = matcher
-        return answer
+    def compile(self, grammar: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
 
-    def accept(self, number: int, token_id: int) -> bytes:
-        matcher = self._matchers.get(number)
-        if matcher is None:
-            return _answer(number, REFUSED, b"the constraint was dropped")
-        matcher.consume_token(token_id)
-        return self._state(number, matcher)
+    def state(self, matcher: llguidance.LLMatcher) -> bytes:
+        if not matcher.is_error():
+            mask = matcher.compute_bitmask()
+            if not matcher.is_error():
+                return bytes([FINISHED if matcher.is_stopped() else MASK]) + self._clipped(mask)
+        return bytes([REFUSED]) + str(matcher.get_error()).splitlines()[0][:300].encode()
 
     def _clipped(self, mask: bytes) -> bytes:
         """Only the vocabulary's own bits, in whole bytes."""
         whole, rest = divmod(self._n_tokens, 8)
         return mask[:whole] + bytes([mask[whole] & (1 << rest) - 1] if rest else [])
 
-    def drop(self, number: int) -> None:
-        self._matchers.pop(number, None)
-
-    def _state(self, number: int, matcher: llguidance.LLMatcher) -> bytes:
-        if not matcher.is_error():
-            mask = matcher.compute_bitmask()
-            if not matcher.is_error():
-                return _answer(number, FINISHED if matcher.is_stopped() else MASK, self._clipped(mask))
-        return _answer(number, REFUSED, str(matcher.get_error()).splitlines()[0][:300].encode())
-
-
-def _answer(number: int, status: int, body: bytes) -> bytes:
-    return number.to_bytes(4, "little") + bytes([status]) + body
-
 
 def main(payload_fd: int, fds: Sequence[int], *end_ids: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_NBYTES, _MEMORY_NBYTES))
-    compiling, accepting = (Connection(fd) for fd in fds)
-    compiler = Compiler(read_payload(payload_fd), end_ids)
-    compiling.send_bytes(b"ready")
-    thread = threading.Thread(target=_compile_loop, args=(compiler, compiling))
-    thread.start()
-    try:
-        while True:
-            accepting.send_bytes(compiler.accept(*accepting.recv()))
-    except (EOFError, OSError):
-        thread.join()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that end
+    control = Connection(fds[0])
+    compiler = _Compiler(read_payload(payload_fd), end_ids)
+    gc.collect()
+    gc.freeze()  # a collection would write to what is shared
+    control.send_bytes(b"ready")
+    while True:
+        fd = recv_handle(control)
+        try:
+            if os.fork() == 0:
+                control.close()
+                _host(compiler, fd)
+        except OSError:  # the limit of processes
+            with suppress(OSError), Connection(os.dup(fd)) as owner:
+                owner.send_bytes(bytes([BUSY]))
+        os.close(fd)
 
 
-def _compile_loop(compiler: Compiler, channel: Connection) -> None:
+def _host(compiler: _Compiler, fd: int) -> None:
+    """A forked process's whole life: one constraint."""
     try:
+        threading.Thread(target=_end_with_owner, args=(fd,), daemon=True).start()
+        _limit_memory()
+        owner = Connection(fd)
+        matcher = compiler.compile(owner.recv_bytes().decode())
         while True:
-            number, grammar, dropped = channel.recv()
-            for old in dropped:
-                compiler.drop(old)
-            channel.send_bytes(compiler.compile(number, grammar))
-    except (EOFError, OSError):
-        return
+            owner.send_bytes(compiler.state(matcher))
+            matcher.consume_token(int.from_bytes(owner.recv_bytes(), "little"))
+    except (EOFError, OSError, MemoryError):
+        pass
+    except BaseException:  # noqa: BLE001 - the library's panics are no Exception
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _end_with_owner(fd: int) -> None:
+    """llguidance lets other threads run while it computes."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        shared = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (shared + _MEMORY_NBYTES,) * 2)
