@@ -148,6 +148,7 @@ class TextWork:
         """What the model thinks first is free, as without a constraint."""
         if not self._thinks or prompt.closed:
             return grammar
+        self._constraints.compile(grammar)  # behind a thought its limits would show in mid-answer only
         return grammars.after_thought(grammar, opened=prompt.opened, tags_are_control=self._tags_are_control)
 
     async def call_constraint(self, call: ChatCall, prompt: ChatPrompt) -> Constraint:

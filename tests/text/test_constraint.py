@@ -160,6 +160,42 @@ def test_schema_that_cannot_be_enforced_is_refused(factory: ConstraintFactory, s
     assert caught.value.status == 400
 
 
+def properties(n: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(n)}}
+
+
+CITIES = grammars.gbnf("root ::= " + " | ".join(f'"city{i}"' for i in range(2900)))
+LONG_PATTERN = {"type": "string", "pattern": "(.{0,1000}){0,1000}"}
+LONG_PARAMETER = {"type": "object", "properties": {"a": LONG_PATTERN}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good"),
+    [(grammars.json_schema(properties(700)), '{"p3": "x", "p698": "y"}'), (CITIES, "city2898")],
+)
+def test_many_properties_and_alternatives_are_enforced(
+    factory: ConstraintFactory, smollm2: Tokenizer, grammar: str, good: str
+) -> None:
+    assert accepts(factory, smollm2, grammar, good)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        grammars.json_schema(properties(3000)),
+        grammars.json_schema(LONG_PATTERN),
+        grammars.tool_calls(HERMES, [{"function": {"name": "f", "parameters": LONG_PARAMETER}}]),
+    ],
+    ids=["properties", "pattern", "pattern of a tool"],
+)
+def test_what_would_pass_a_limit_in_mid_answer_is_refused_at_the_start(
+    factory: ConstraintFactory, grammar: str
+) -> None:
+    with pytest.raises(ClientError, match=r"too many|items") as caught:
+        factory.compile(grammar)
+    assert caught.value.status == 400
+
+
 @pytest.mark.parametrize("options", [{"lenient": True}, {"whitespace_flexible": False}])
 def test_schema_cannot_loosen_its_enforcement(factory: ConstraintFactory, options: dict[str, Any]) -> None:
     schema = {"type": "object", "not": {}, "x-guidance": options}
