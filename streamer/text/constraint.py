@@ -5,11 +5,12 @@ A mask is asked for as soon as the token before it is known, so it is computed w
 
 import os
 import threading
+import time
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 
 from streamer.errors import ClientError, GgufdError
-from streamer.text.constraint_worker import BUSY, FINISHED, REFUSED
+from streamer.text.constraint_worker import BUSY, COSTLY, FINISHED, REFUSED
 from streamer.text.encoder_process import payload
 from streamer.text.tokenizer import Tokenizer, encoder_spec
 from streamer.text.worker import Worker
@@ -23,8 +24,8 @@ class ConstraintFactory:
     are forked from, started on first use.
 
     `n_vocab`: rows of the logits; ids beyond the vocabulary are never allowed. What is not compiled after
-    `quick_s` is costly: of those, `n_costly` at once may go on until `deadline_s`, the others are refused, so
-    that any number of them takes no more of the machine.
+    `quick_s` of processor time is costly: of those, `n_costly` at once may go on until `deadline_s` are over,
+    the others are refused, so that any number of them takes no more of the machine.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class ConstraintFactory:
         n_vocab: int,
         *,
         deadline_s: float = 10.0,
-        quick_s: float = 1.0,
+        quick_s: float = 0.5,
         n_costly: int = 2,
     ) -> None:
         self._tokenizer, self.n_vocab = tokenizer, n_vocab
@@ -65,10 +66,11 @@ class ConstraintFactory:
         """
         channel = self._fork()
         try:
-            channel.send_bytes(grammar.encode())
-            if not channel.poll(self._quick_s):
-                self._wait_costly(channel)
-            state = _State(channel.recv_bytes())
+            channel.send((grammar, self._quick_s))
+            deadline = time.monotonic() + self._deadline_s
+            state = _received(channel, deadline)
+            if state.status == COSTLY:
+                state = self._finished_costly(channel, deadline)
             if state.status == REFUSED:
                 raise ClientError(400, f"the grammar cannot be used: {state.reason}")
             if state.status == BUSY:
@@ -81,12 +83,11 @@ class ConstraintFactory:
             raise
         return HostedConstraint(channel, state, self.mask_nbytes)
 
-    def _wait_costly(self, channel: Connection) -> None:
+    def _finished_costly(self, channel: Connection, deadline: float) -> "_State":
         if not self._costly.acquire(blocking=False):
             raise _busy("other costly grammars are being compiled")
         try:
-            if not channel.poll(self._deadline_s - self._quick_s):
-                raise TimeoutError
+            return _received(channel, deadline)
         finally:
             self._costly.release()
 
@@ -172,6 +173,12 @@ def _started(tokenizer: Tokenizer) -> Worker:
     finally:
         os.close(fd)
     return worker
+
+
+def _received(channel: Connection, deadline: float) -> _State:
+    if not channel.poll(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
+    return _State(channel.recv_bytes())
 
 
 def _busy(reason: str) -> ClientError:

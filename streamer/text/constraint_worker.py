@@ -2,8 +2,8 @@
 
 The first process only builds the tokenizer and forks: for every connection it is handed, one process that
 shares the tokenizer's memory, so that a constraint costs a fork and 2 MB and can harm no other. That one is
-sent a grammar, then token ids; every answer is a status byte and a body. It ends as soon as its owner hangs
-up, whatever it is doing.
+sent a grammar and after how much work to say that it is costly, then token ids; every answer is a status byte
+and a body. It ends as soon as its owner hangs up, whatever it is doing.
 """
 
 import gc
@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +25,8 @@ import llguidance
 from streamer.text.encoder import CONTROL, UNKNOWN, Encoder, EncoderSpec, bytes_of_token
 from streamer.text.encoder_process import read_payload
 
-MASK, FINISHED, REFUSED, BUSY = 0, 1, 2, 3  # go on; only an end may follow; error text; no process to be had
+# Go on; only an end may follow; error text; no process is to be had; the answer will take longer.
+MASK, FINISHED, REFUSED, BUSY, COSTLY = range(5)
 _MEMORY_NBYTES = 2 << 30  # of one constraint, beyond what it shares
 # For a schema of 700 properties or a grammar of 2,900 alternatives; a step then takes up to 0.1 s.
 _LIMITS = llguidance.LLParserLimits(
@@ -134,10 +136,12 @@ def main(payload_fd: int, fds: Sequence[int], *end_ids: int) -> None:
 def _host(compiler: _Compiler, fd: int) -> None:
     """A forked process's whole life: one constraint."""
     try:
-        threading.Thread(target=_end_with_owner, args=(fd,), daemon=True).start()
         _limit_memory()
         owner = Connection(fd)
-        matcher = compiler.compile(owner.recv_bytes().decode())
+        grammar, quick_s = owner.recv()
+        watch = _Watch(owner, quick_s)
+        matcher = compiler.compile(grammar)
+        watch.compiled()
         while True:
             owner.send_bytes(compiler.state(matcher))
             matcher.consume_token(int.from_bytes(owner.recv_bytes(), "little"))
@@ -149,12 +153,34 @@ def _host(compiler: _Compiler, fd: int) -> None:
         os._exit(0)
 
 
-def _end_with_owner(fd: int) -> None:
-    """llguidance lets other threads run while it computes."""
-    poll = select.poll()
-    poll.register(fd, select.POLLRDHUP)
-    poll.poll()
-    os._exit(0)
+class _Watch:
+    """A thread that ends the process with its owner and tells the owner of a costly compile.
+
+    It runs while llguidance computes.
+    """
+
+    def __init__(self, owner: Connection, quick_s: float) -> None:
+        self._owner, self._quick_s = owner, quick_s
+        self._lock = threading.Lock()
+        self._compiling = True
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def compiled(self) -> None:
+        """Only answers are sent from here on."""
+        with self._lock:
+            self._compiling = False
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._owner, select.POLLRDHUP)
+        while self._compiling and not poll.poll(1000 * self._quick_s):
+            with self._lock:
+                if self._compiling and time.process_time() > self._quick_s:
+                    with suppress(OSError):  # it has just left
+                        self._owner.send_bytes(bytes([COSTLY]))
+                    break
+        poll.poll()
+        os._exit(0)
 
 
 def _limit_memory() -> None:

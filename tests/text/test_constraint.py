@@ -384,7 +384,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 def strict_factory(smollm2: Tokenizer) -> Iterator[ConstraintFactory]:
     """Its deadline is short, and one costly grammar at once is enough for it."""
-    factory = ConstraintFactory(smollm2, smollm2.n_tokens, deadline_s=3.0, quick_s=0.5, n_costly=1)
+    factory = ConstraintFactory(smollm2, smollm2.n_tokens, deadline_s=4.0, quick_s=0.1, n_costly=1)
     factory.start()
     yield factory
     factory.close()
