@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -16,18 +17,22 @@ from streamer.text.reasoning import CLOSE, OPEN
 from streamer.text.tools import ToolForm
 
 MAX_GRAMMAR_CHARS = 1 << 18
+_BLANK = r"/[ \n\r\t]{0,20}/"
 # Bounded white space between JSON tokens: small models otherwise write blanks for ever.
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": True,
-    "whitespace_pattern": r"[ \n\r\t]{0,20}",
+    "whitespace_pattern": _BLANK.strip("/"),
     "lenient": False,
 }
-_NAME = re.compile(r"[\w.-]{1,64}")
+_NAME = re.compile(r"[\w.:-]{1,128}")
 _PARAMETER = re.compile(r"[^<>\n]+")
 _FLAT_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
     | {"title", "description", "$schema", "strict"}
 )
+_WHOLE = "#/$defs/parameters"  # where a tool's parameters are in a document made for one of them
+_MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+_VALUES = frozenset({"const", "enum", "default", "example", "examples"})
 _ENDED_THOUGHT = f'thought[suffix="{CLOSE}"]: /(?s:.*)/'
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
 
@@ -101,18 +106,15 @@ def tool_calls(
 
 
 def _json_rules(form: ToolForm, functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    options = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": f["name"]}, form.arguments_key: _parameters(f)},
-            "required": ["name", form.arguments_key],
-            "additionalProperties": False,
-        }
-        for f in functions
-    ]
-    names = [f"call_{i}" for i in range(len(options))]
-    rules = [f"{name}: {_json(option)}" for name, option in zip(names, options, strict=True)]
-    return ["call: " + " | ".join(names), *rules]
+    """Each tool's parameters are a document of their own, so that their references mean what they say."""
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions))), f"BLANK: {_BLANK}"]
+    for i, function in enumerate(functions):
+        parts = ("{", '"name"', ":", _quoted(function["name"]), ",", _quoted(form.arguments_key), ":")
+        head = " ".join(f"{_literal(part)} BLANK" for part in parts)
+        rules.append(f"call_{i}: HEAD_{i} arguments_{i} TAIL")
+        rules.append(f"HEAD_{i}: {head}")
+        rules.append(f"arguments_{i}: {_json(_parameters(function))}")
+    return [*rules, 'TAIL: BLANK "}"']
 
 
 def _xml_rules(functions: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -120,11 +122,10 @@ def _xml_rules(functions: Sequence[Mapping[str, Any]]) -> list[str]:
     for i, function in enumerate(functions):
         schema = _flat_parameters(function)
         required = set(schema.get("required") or ())
-        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         parts = [_literal(f"<function={function['name']}>\n")]
         for k, (key, value) in enumerate((schema.get("properties") or {}).items()):
             rule = f"value_{i}_{k}"
-            rules.append(_xml_value(rule, {**value, **definitions}))
+            rules.append(_xml_value(rule, _alone(schema, key) if '"$ref"' in _dumped(value) else value))
             part = f"({_literal(f'<parameter={key}>')} {rule})"
             parts.append(part if key in required else part + "?")
         rules.append(f"call_{i}: {' '.join(parts)} {_literal('</function>')}")
@@ -141,13 +142,40 @@ def _xml_value(rule: str, schema: Mapping[str, Any]) -> str:
     return f"{rule}: {_literal(chr(10))} {_json(schema)} {_literal(end)}"
 
 
+def _alone(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A property's schema as a document of its own, with the one that its references point into."""
+    whole = {k: v for k, v in schema.items() if k not in ("$schema", "$id")}
+    name = quote(key.replace("~", "~0").replace("/", "~1"))
+    return {"$ref": f"{_WHOLE}/properties/{name}", "$defs": {"parameters": _repointed(whole)}}
+
+
+def _repointed(schema: Any) -> Any:
+    """`schema` with its local references into `_WHOLE`; what are values, not schemas, stays."""
+    if isinstance(schema, list):
+        return [_repointed(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    changed = dict(schema)
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+            changed[keyword] = _WHOLE + value[1:].rstrip("/")
+        elif keyword in _MAPS and isinstance(value, Mapping):
+            changed[keyword] = {name: _repointed(item) for name, item in value.items()}
+        elif keyword not in _VALUES:
+            changed[keyword] = _repointed(value)
+    return changed
+
+
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments are an object, whatever else they are."""
     parameters = function.get("parameters")
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    if not isinstance(parameters, Mapping):
-        raise ClientError(400, "a tool's parameters are no JSON schema", param="tools")
-    return parameters
+    kinds = parameters.get("type", "object") if isinstance(parameters, Mapping) else None
+    if not isinstance(parameters, Mapping) or "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        what = f"the parameters of {function['name']!r} are no JSON schema of an object"
+        raise ClientError(400, what, param="tools")
+    return {**parameters, "type": "object"}
 
 
 def _flat_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -155,8 +183,8 @@ def _flat_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     schema = _parameters(function)
     properties = schema.get("properties") or {}
     unknown = schema.keys() - _FLAT_KEYS
-    if unknown or schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
-        what = f"the keywords {sorted(unknown)}" if unknown else "this type"
+    if unknown or not isinstance(properties, Mapping):
+        what = f"the keywords {sorted(unknown)}" if unknown else "these properties"
         raise ClientError(400, f"a tool's parameters cannot have {what} with this model", param="tools")
     if not all(isinstance(value, Mapping) and _PARAMETER.fullmatch(key) for key, value in properties.items()):
         raise ClientError(400, "a tool's parameter has no usable name or schema", param="tools")
@@ -167,10 +195,18 @@ def _flat_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + _dumped({**schema, "x-guidance": _JSON_OPTIONS})
+
+
+def _dumped(schema: Any) -> str:
     try:
-        return "%json " + json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+        return json.dumps(schema)
     except (ValueError, RecursionError, TypeError) as error:
         raise ClientError(400, f"a tool's parameters cannot be used: {error}", param="tools") from error
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _literal(text: str) -> str:

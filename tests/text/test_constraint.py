@@ -286,6 +286,117 @@ def test_xml_parameters_may_refer_to_definitions(factory: ConstraintFactory, smo
     assert not accepts(factory, smollm2, grammar, text.format('"x"'))
 
 
+# Nested and recursive models as pydantic writes them. Both tools have a definition P, of different contents.
+PLAN: dict[str, Any] = {
+    "function": {
+        "name": "plan",
+        "parameters": {
+            "$defs": {
+                "P": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+                "Node": {
+                    "type": "object",
+                    "properties": {"v": {"$ref": "#/$defs/P"}, "next": {"$ref": "#/$defs/Node"}},
+                    "required": ["v"],
+                    "additionalProperties": False,
+                },
+                "a/b": {"enum": [{"$ref": "#/$defs/P"}]},
+            },
+            "type": "object",
+            "title": "Plan",
+            "properties": {
+                "a/~%": {"$ref": "#/$defs/Node"},
+                "same": {"type": "array", "items": {"$ref": "#/$defs/P"}},
+                "other": {"$ref": "#/properties/same"},
+                "odd": {"$ref": "#/$defs/a~1b"},
+                "child": {"$ref": "#"},
+            },
+            "required": ["a/~%"],
+            "additionalProperties": False,
+        },
+    }
+}
+PLACE: dict[str, Any] = {
+    "function": {
+        "name": "place",
+        "parameters": {
+            "$defs": {"P": {"type": "boolean"}},
+            "type": "object",
+            "properties": {"at": {"$ref": "#/$defs/P"}},
+            "required": ["at"],
+            "additionalProperties": False,
+        },
+    }
+}
+PLANNED = [
+    ("plan", {"a/~%": {"v": {"x": 1}, "next": {"v": {"x": 2}}}, "same": [{"x": 3}]}, True),
+    ("plan", {"a/~%": {"v": {"x": 1}}, "other": [{"x": 3}], "odd": {"$ref": "#/$defs/P"}}, True),
+    ("plan", {"a/~%": {"v": {"x": 1}}, "child": {"a/~%": {"v": {"x": 1}}}}, True),
+    ("plan", {"a/~%": {"v": True}}, False),
+    ("plan", {"a/~%": {"v": {"x": 1}}, "other": [True]}, False),
+    ("plan", {"a/~%": {"v": {"x": 1}}, "child": {}}, False),
+    ("place", {"at": True}, True),
+    ("place", {"at": {"x": 1}}, False),
+]
+
+
+def written(form: ToolForm, name: str, arguments: dict[str, Any]) -> str:
+    """A call as a model of that form writes it."""
+    inside = json.dumps({"name": name, form.arguments_key: arguments})
+    if form.xml:
+        parameters = (f"<parameter={k}>\n{json.dumps(v)}\n</parameter>\n" for k, v in arguments.items())
+        inside = f"<function={name}>\n{''.join(parameters)}</function>"
+    return f"{form.opening}\n{inside}\n{form.closing}" if form.opening else inside
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, CODER, GENERIC], ids=lambda form: form.name)
+def test_references_in_parameters_mean_their_own_tools_schema(
+    factory: ConstraintFactory, smollm2: Tokenizer, form: ToolForm
+) -> None:
+    grammar = grammars.tool_calls(form, [PLAN, PLACE])
+    for name, arguments, good in PLANNED:
+        text = written(form, name, arguments)
+        assert accepts(factory, smollm2, grammar, text) == good, text
+
+
+RECURSIVE = {"$defs": PLAN["function"]["parameters"]["$defs"], "$ref": "#/$defs/Node"}
+
+
+def test_parameters_may_be_a_reference(factory: ConstraintFactory, smollm2: Tokenizer) -> None:
+    grammar = grammars.tool_calls(HERMES, [{"function": {"name": "f", "parameters": RECURSIVE}}])
+    assert accepts(factory, smollm2, grammar, written(HERMES, "f", {"v": {"x": 1}, "next": {"v": {"x": 2}}}))
+    assert not accepts(factory, smollm2, grammar, written(HERMES, "f", {"v": 1}))
+
+
+@pytest.mark.parametrize("form", [HERMES, GENERIC, CODER], ids=lambda form: form.name)
+@pytest.mark.parametrize("kind", ["string", "array", ["string", "null"], None, 5])
+def test_parameters_that_are_no_object_are_refused_with_the_tools_name(form: ToolForm, kind: Any) -> None:
+    with pytest.raises(ClientError, match="'odd_one'") as caught:
+        grammars.tool_calls(form, [NOW, {"function": {"name": "odd_one", "parameters": {"type": kind}}}])
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("parameters", [{}, {"type": ["object", "null"]}, {"properties": {}}])
+def test_arguments_are_always_an_object(
+    factory: ConstraintFactory, smollm2: Tokenizer, parameters: dict[str, Any]
+) -> None:
+    grammar = grammars.tool_calls(GENERIC, [{"function": {"name": "f", "parameters": parameters}}])
+    assert accepts(factory, smollm2, grammar, '{"name": "f", "arguments": {}}')
+    assert not accepts(factory, smollm2, grammar, '{"name": "f", "arguments": null}')
+    assert not accepts(factory, smollm2, grammar, '{"name": "f", "arguments": "x"}')
+
+
+@pytest.mark.parametrize("form", [HERMES, CODER], ids=lambda form: form.name)
+@pytest.mark.parametrize("name", ["x" * 128, "mcp:server.do-it_now"])
+def test_names_that_requests_may_have_can_be_demanded(
+    factory: ConstraintFactory, smollm2: Tokenizer, form: ToolForm, name: str
+) -> None:
+    text = written(form, name, {})
+    tool = {"function": {"name": name}}
+    assert accepts(factory, smollm2, grammars.tool_calls(form, [tool], name=name), text)
+    parser = ToolCallParser(form, [tool])
+    assert [c.name for c in parser.push(text)[1] + parser.finish()[1]] == [name]
+
+
 def test_mask_covers_the_logits_and_never_allows_padding(
     factory: ConstraintFactory, smollm2: Tokenizer
 ) -> None:
