@@ -34,7 +34,12 @@ _WHOLE = "#/$defs/parameters"  # where a tool's parameters are in a document mad
 _MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 _VALUES = frozenset({"const", "enum", "default", "example", "examples"})
 _ENDED_THOUGHT = f'thought[suffix="{CLOSE}"]: /(?s:.*)/'
-_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
+_MAX_RULES = 2000  # the converter's work grows with their square: a third of a second
+# A GBNF grammar's literals, classes, comments and names; what is between them stays.
+_GBNF_PART = re.compile(
+    r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*|(?<![\w-])[^\W\d][\w-]*', re.DOTALL
+)
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 
 
 def json_object() -> str:
@@ -61,11 +66,47 @@ def regex(pattern: str) -> str:
 
 def gbnf(grammar: str) -> str:
     """llama-server's `grammar`: its rules with literals, classes, groups and repetitions."""
+    grammar = _bounded(grammar)
+    if grammar.count("::=") > _MAX_RULES:
+        raise _refused(f"the grammar has more than {_MAX_RULES} rules")
     try:
-        text = gbnf_to_lark(_ESCAPED.sub(_character, _bounded(grammar)))
+        text = gbnf_to_lark(_plain_gbnf(grammar))
+    except ClientError:
+        raise
     except Exception as error:
         raise _refused(f"the grammar cannot be used: {str(error)[:200]}") from error
     return str(LLMatcher.grammar_from_lark(text))
+
+
+def _plain_gbnf(grammar: str) -> str:
+    """The same language in what the converter takes: no rule `start`, no names that differ in little, no
+    escapes that it does not know or would mangle.
+    """
+    names = {"root": "root"}
+    taken = {"root", "start"}
+
+    def plain(match: re.Match[str]) -> str:
+        part = match[0]
+        if part[0] == "[":  # doubled, these are operators on sets in the language converted to
+            return _ESCAPED.sub(_character, part).replace("&", r"\x26").replace("~", r"\x7e")
+        if part[0] == '"':
+            return _ESCAPED.sub(_character, part)
+        if part[0] == "#":
+            return part
+        if part not in names:
+            name = part
+            while _folded(name) in taken:
+                name += f"-{len(names)}"
+            names[part] = name
+            taken.add(_folded(name))
+        return names[part]
+
+    return _GBNF_PART.sub(plain, grammar)
+
+
+def _folded(name: str) -> str:
+    """As the converter renames rules, but for the case."""
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
 
 
 def after_thought(grammar: str, *, opened: bool, tags_are_control: bool) -> str:
@@ -214,7 +255,11 @@ def _literal(text: str) -> str:
 
 
 def _character(match: re.Match[str]) -> str:
-    """A GBNF \\u escape as the character itself, which the converter would mangle."""
+    """An escape that the converter would mangle or refuse, as the character itself."""
+    if match[0] == r"\-":
+        return r"\x2d"
+    if not (match[1] or match[2]):
+        return match[0]
     code = int(match[1] or match[2], 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
         raise _refused(f"the grammar has {match[0]}, which is no character")

@@ -87,6 +87,10 @@ ACCEPTED = [
     (grammars.regex(r"[a-z]+\d{2}"), "abc12", "abc1"),
     (grammars.gbnf('root ::= ("yes" | "no") ws\nws ::= [ \\t\\n]*'), "yes ", "maybe"),
     (grammars.gbnf('root ::= "é\\u00e9" [0-9]{2,3}  # comment'), "éé123", "éé1"),
+    (grammars.gbnf('root ::= start end{1,2}\nstart ::= "a"\nend ::= "b" # start'), "abb", "abbb"),
+    (grammars.gbnf('root ::= a-b a_b aB\na-b ::= "x"\na_b ::= "y"\naB ::= "z"'), "xyz", "xxx"),
+    (grammars.gbnf('root ::= [a\\-z]+ "\\-" [&&b~~]'), "a-z-&", "b-&"),
+    (grammars.gbnf('root ::= "\\\\u0041"'), "\\u0041", "\\A"),
     (grammars.tool_calls(LLAMA, [WEATHER, NOW]), '{"name": "now", "parameters": {}}', '{"name": "x"}'),
     (grammars.tool_calls(GENERIC, [NOW], name="now"), '{"name": "now", "arguments": {}}', "hello"),
     (
@@ -216,6 +220,7 @@ def test_schema_cannot_loosen_its_enforcement(factory: ConstraintFactory, option
         "root ::= " + "(" * 3000 + '"a"' + ")" * 3000,
         'root ::= "\\ud800"',
         "x" * (1 << 19),
+        "\n".join(f"root ::= r{i}" for i in range(3000)),
     ],
 )
 def test_bad_gbnf_is_refused(factory: ConstraintFactory, text: str) -> None:
