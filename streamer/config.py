@@ -265,7 +265,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("template_timeout", _seconds(0.05, 600), "time for rendering a chat template [5]", "S"),
     Option("log_format", _choice("kv", "json"), "kv or json [kv]", "NAME"),
     Option("log_level", _choice("debug", "info", "warning", "error"), "[info]", "NAME", reload="live"),
-    Option("log_prompts", _boolean, "reserved: no prompt is logged", hidden=True),
+    Option("log_prompts", _boolean, "write the text of prompts into the log"),
     Option("debug", _boolean, "tracebacks, and the event loop's own checks"),
     Option("blas_threads", _integer(0, 1024), "threads of host matrix products; 0: by machine", "N"),
     Option("host_link_bytes_per_s", _seconds(0, 1e15), "simulated host link", "N", hidden=True),

@@ -126,38 +126,22 @@ def _refuse_living(path: str) -> None:
 
 
 def _bind(path: str, parent: str, mode: int, gid: int) -> tuple[socket.socket, tuple[int, int]]:
-    """A listening socket at `path` with its final mode and group from birth, and the file's device and
-    inode.
+    """A listening socket at `path`, and the file's device and inode.
+
+    Born in a directory of mode 0700 and made visible when mode and group are right and it takes connections.
     """
-    if gid != -1:
-        return _bind_and_rename(path, parent, mode, gid)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # stale, and nobody else binds here while we hold the lock
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o777 & ~mode)  # the process is at its start: nobody else makes files now
-    try:
-        listening.bind(path)
-    except OSError:
-        listening.close()
-        raise
-    finally:
-        os.umask(before)
-    return _listen(listening), _identity(path)
-
-
-def _bind_and_rename(path: str, parent: str, mode: int, gid: int) -> tuple[socket.socket, tuple[int, int]]:
-    """Born in a directory of mode 0700, made visible when its group is right."""
     private = tempfile.mkdtemp(prefix=".ggufd-", dir=parent)
     born = os.path.join(private, "s")
     directory = os.open(private, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(f"/proc/self/fd/{directory}/s")  # short, however long the parent's name is
-        os.chown(born, -1, gid)
+        if gid != -1:
+            os.chown(born, -1, gid)
         os.chmod(born, mode)
         identity = _identity(born)
         _listen(listening)
-        os.rename(born, path)
+        os.rename(born, path)  # over what is stale: nobody else binds here while we hold the lock
     except OSError:
         listening.close()
         Path(born).unlink(missing_ok=True)
