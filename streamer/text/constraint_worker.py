@@ -36,6 +36,7 @@ _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=3_000,
     verbose_errors=False,
 )
+_COSTLY_NICE = 5  # a third of the share of what is not costly, where all want the processor
 _N_TRIED = 64  # steps, of some 20 us each
 
 
@@ -178,6 +179,7 @@ class _Watch:
                 if self._compiling and time.process_time() > self._quick_s:
                     with suppress(OSError):  # it has just left
                         self._owner.send_bytes(bytes([COSTLY]))
+                        os.setpriority(os.PRIO_PROCESS, os.getpid(), _COSTLY_NICE)
                     break
         poll.poll()
         os._exit(0)
