@@ -160,6 +160,8 @@ def _type_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _expert_lines(directory: Directory, plan: Plan) -> list[str]:
     counts = Counter((e.n_experts, e.nbytes_each) for e in experts_of(plan))
+    if not counts:
+        return []
     used = directory.metadata.get_int(f"{directory.architecture}.expert_used_count", 0)
     return [
         f"experts: {n_layers} layers with {n} experts of {readable_nbytes(nbytes)}"
