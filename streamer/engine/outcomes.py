@@ -110,6 +110,8 @@ class Outcomes:
             self._say_goodbye(sequence, FinishReason.ERROR, error, 0)
 
     def _say_goodbye(self, s: Sequence, reason: FinishReason, error: str | None, end_ids: int) -> None:
+        if s.request.constraint is not None:
+            s.request.constraint.close()
         s.owner.sent += 1
         self.outbox.append((s.owner, self._finish_event(s, reason, error, end_ids)))
 

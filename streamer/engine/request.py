@@ -38,6 +38,8 @@ class Constraint(Protocol):
     def accept(self, token_id: int) -> None: ...
     @property
     def is_finished(self) -> bool: ...
+    def close(self) -> None:
+        """What it holds is given back; a call under way may fail. From any thread, without waiting."""
 
 
 @dataclass(frozen=True)

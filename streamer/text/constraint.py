@@ -4,8 +4,10 @@ A mask is asked for as soon as the token before it is known, so it is computed w
 """
 
 import os
+import socket
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import send_handle
 
@@ -110,12 +112,20 @@ class ConstraintFactory:
 class HostedConstraint:
     """One request's constraint. `accept` asks for the next mask; `mask` waits for it. One call at a time.
 
-    Its process ends when nothing refers to it any more: the connection closes.
+    Its process ends when it is closed, or when nothing refers to it any more: the connection is gone.
     """
 
     def __init__(self, channel: Connection, state: "_State", mask_nbytes: int) -> None:
         self._channel, self._mask_nbytes = channel, mask_nbytes
         self._state: _State | None = state
+        self._in_use = threading.Lock()  # the descriptor: nobody may wait on it once it is closed
+
+    def close(self) -> None:
+        """Also while another thread waits for a mask: that fails."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self._channel.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)  # wakes who waits
+        with self._in_use:
+            self._channel.close()
 
     def mask(self) -> bytes:
         """Packed little-endian uint32 bits over `n_vocab`: end ids only where the answer may end."""
@@ -125,7 +135,8 @@ class HostedConstraint:
         self._current()
         self._state = None
         try:
-            self._channel.send_bytes(token_id.to_bytes(4, "little"))
+            with self._in_use:
+                self._channel.send_bytes(token_id.to_bytes(4, "little"))
         except OSError as error:
             raise GgufdError("the constraint process ended") from error
 
@@ -137,9 +148,10 @@ class HostedConstraint:
     def _current(self) -> "_State":
         if self._state is None:
             try:
-                if not self._channel.poll(_MASK_DEADLINE_S):
-                    raise GgufdError("a mask took too long")
-                self._state = _State(self._channel.recv_bytes())
+                with self._in_use:
+                    if not self._channel.poll(_MASK_DEADLINE_S):
+                        raise GgufdError("a mask took too long")
+                    self._state = _State(self._channel.recv_bytes())
             except (EOFError, OSError) as error:
                 raise GgufdError("the constraint process ended") from error
         if self._state.status == REFUSED:

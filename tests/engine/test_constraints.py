@@ -17,6 +17,10 @@ class Counting:
         self.n, self.fail_at, self.gate, self.gate_at = n, fail_at, gate, gate_at
         self.accepted: list[int] = []
         self.inside = threading.Lock()
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def mask(self) -> bytes | None:
         assert self.inside.acquire(blocking=False), "two calls at a time"
@@ -55,6 +59,7 @@ def test_masks_restrict_their_own_row_and_the_end_of_the_grammar_ends_it(
     h.run()
     assert owner.ids == constraint.accepted == [100, 101, 102, 103, 104, 105]
     assert owner.finish.reason is FinishReason.STOP
+    assert constraint.is_closed
     for request, other in zip(requests, others, strict=True):
         assert other.ids == alone(request, 20)
     h.loop.check_integrity()

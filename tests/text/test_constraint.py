@@ -514,6 +514,31 @@ def test_dropped_constraints_leave_no_process(strict_factory: ConstraintFactory)
     until(lambda: not children(strict_factory))
 
 
+def test_a_closed_constraint_leaves_no_process_and_nobody_waiting(
+    strict_factory: ConstraintFactory, smollm2: Tokenizer
+) -> None:
+    constraint = strict_factory.compile(grammars.json_object())
+    (pid,) = children(strict_factory)
+    os.kill(pid, signal.SIGSTOP)  # its answer will not come
+    constraint.accept(smollm2.encode("{", add_special=False)[0])
+    failed: list[GgufdError] = []
+
+    def wait() -> None:
+        try:
+            constraint.mask()
+        except GgufdError as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    constraint.close()
+    waiting.join(5)
+    assert len(failed) == 1
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: not children(strict_factory))
+    constraint.close()
+
+
 def test_refused_grammars_leave_no_process(strict_factory: ConstraintFactory) -> None:
     with pytest.raises(ClientError):
         strict_factory.compile(grammars.json_schema(REFUSED_SCHEMAS[0]))
