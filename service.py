@@ -9,7 +9,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -23,7 +22,7 @@ from aiohttp import web
 
 from streamer import __version__
 from streamer.config import Config, changed_options, load_config, to_journal
-from streamer.errors import ConfigError, GgufdError, readable
+from streamer.errors import GgufdError, readable
 from streamer.gguf.directory import Directory
 from streamer.models.registry import Architecture
 from streamer.pull import model_path
@@ -33,6 +32,7 @@ from streamer.runtime.account import Snapshot, residency_object, snapshot, statu
 from streamer.runtime.ground import Ground
 from streamer.runtime.options import StartOptions
 from streamer.runtime.planning import read_model
+from streamer.runtime.process import SIGNALS, check_trace, hold_signals, raise_descriptor_limit
 from streamer.runtime.start import Runtime, has_changed, start_runtime
 from streamer.runtime.step_times import StepTimes
 from streamer.server.access import allowed_hosts, read_keys
@@ -47,7 +47,6 @@ from streamer.server.sockets import BACKLOG
 from streamer.server.state import Backend, Limits, ServerState
 from streamer.server.textwork import TextWork, build_text, check_text
 from streamer.systemd import Notifier, inherited_sockets, watchdog_interval_s
-from streamer.trace import check_writable
 
 logger = logging.getLogger("ggufd")
 
@@ -55,7 +54,6 @@ REPORT_S = 0.25  # between STATUS lines while loading
 EXTEND_S = 15.0  # without progress for this long, a start ends when the service manager's time is over
 STOP_S = 1.8  # from SIGTERM during a load until the process is gone, whatever hangs
 FREE_S = 10.0  # the same after a drain
-SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SWITCH_S = 0.001  # a thread that wants the interpreter lock waits no longer; Python's 5 ms are a whole step
 ECHO_S = 1.0  # a signal held before the loop ran may be told again by the loop: not a second one
 FAREWELL_S = 1.0  # probes and error events say "failed" that long before a failed process goes
@@ -66,12 +64,12 @@ def serve(config: Config) -> int:
     configure_logging(
         style=config.log_format, level=config.log_level, journal=to_journal(), debug=config.debug
     )
-    _check_trace(config.trace)
-    early = _hold_signals()
+    check_trace(config.trace)
+    early = hold_signals()
     notifier = Notifier.from_environment()
     watchdog_s = watchdog_interval_s()
     listening = open_listening(config, [given.socket for given in inherited_sockets()])
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:
@@ -80,28 +78,6 @@ def serve(config: Config) -> int:
         listening.close()
         notifier.close()
     return 0
-
-
-def _check_trace(path: str) -> None:
-    if path:
-        try:
-            check_writable(path)
-        except OSError as error:
-            raise ConfigError(f"trace: cannot write {path}: {error.strerror}") from None
-
-
-def _hold_signals() -> list[int]:
-    """Signals until the loop handles them: from here on there is something to clean up."""
-    early: list[int] = []
-    for number in SIGNALS:
-        signal.signal(number, lambda n, _: early.append(n))
-    return early
-
-
-def _raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
 
 
 class Daemon:
