@@ -25,6 +25,7 @@ from streamer.config import Config, changed_options, load_config, to_journal
 from streamer.errors import GgufdError, readable
 from streamer.gguf.directory import Directory
 from streamer.models.registry import Architecture
+from streamer.process import SIGNALS, check_trace, raise_descriptor_limit
 from streamer.pull import model_path
 from streamer.residency.ledger import Ledger
 from streamer.residency.state import Phase
@@ -32,7 +33,6 @@ from streamer.runtime.account import Snapshot, residency_object, snapshot, statu
 from streamer.runtime.ground import Ground
 from streamer.runtime.options import StartOptions
 from streamer.runtime.planning import read_model
-from streamer.runtime.process import SIGNALS, check_trace, hold_signals, raise_descriptor_limit
 from streamer.runtime.start import Runtime, has_changed, start_runtime
 from streamer.runtime.step_times import StepTimes
 from streamer.server.access import allowed_hosts, read_keys
@@ -59,13 +59,15 @@ ECHO_S = 1.0  # a signal held before the loop ran may be told again by the loop:
 FAREWELL_S = 1.0  # probes and error events say "failed" that long before a failed process goes
 
 
-def serve(config: Config) -> int:
-    """Run the daemon until it is told to stop. Returns 0; refusals and failures are raised as GgufdError."""
+def serve(config: Config, early: list[int]) -> int:
+    """Run the daemon until it is told to stop. Returns 0; refusals and failures are raised as GgufdError.
+
+    `early` gets the signals that come before there is a loop (`hold_signals`).
+    """
     configure_logging(
         style=config.log_format, level=config.log_level, journal=to_journal(), debug=config.debug
     )
     check_trace(config.trace)
-    early = hold_signals()
     notifier = Notifier.from_environment()
     watchdog_s = watchdog_interval_s()
     listening = open_listening(config, [given.socket for given in inherited_sockets()])

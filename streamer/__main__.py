@@ -10,11 +10,13 @@ from streamer.errors import GgufdError
 
 def _serve(config: Config) -> int:
     from streamer.device.ahead import wake_driver
+    from streamer.process import hold_signals
 
-    wake_driver(config.device)  # while the imports below take their time
+    early = hold_signals()  # a stop during the imports below is a clean one, too
+    wake_driver(config.device)  # while they take their time
     from streamer.service import serve
 
-    return serve(config)
+    return serve(config, early)
 
 
 def main() -> None:

@@ -30,9 +30,10 @@ def child(command: dict[str, Any]) -> int:
     if command["change"]:
         runpy.run_path(str(CHANGES))[command["change"]]()
     from streamer.cli import run
+    from streamer.process import hold_signals
     from streamer.service import serve
 
-    return run(serve, command["args"])
+    return run(lambda config: serve(config, hold_signals()), command["args"])
 
 
 def fork(command: dict[str, Any]) -> int:

@@ -138,6 +138,21 @@ def test_sigterm_at_the_very_beginning_is_clean(start, smollm2_path, delay_s, li
     assert not os.path.exists(daemon.path)
 
 
+def test_sigterm_amid_the_imports_is_clean(start, smollm2_path):
+    """From the moment that the process handles signals at all, which is before the service is imported."""
+    daemon = start(smollm2_path, ready=False)
+    status = f"/proc/{daemon.process.pid}/status"
+    while True:
+        with open(status) as file:
+            caught = next(int(line.split()[1], 16) for line in file if line.startswith("SigCgt"))
+        if caught >> (signal.SIGTERM - 1) & 1:
+            break
+    assert not os.path.exists(daemon.path)
+    assert daemon.stop() == 0
+    assert not os.path.exists(daemon.path)
+    assert "Traceback" not in daemon.text
+
+
 def test_the_second_signal_ends_at_once(slow, start):
     daemon = slow(rate=20e6)
     daemon.process.send_signal(signal.SIGSTOP)  # both signals arrive before it can do anything
