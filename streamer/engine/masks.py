@@ -7,6 +7,9 @@ from streamer.engine.request import Constraint
 from streamer.engine.sequence import Mask, Sequence
 
 
+PATIENCE_S = 0.02  # others wait no longer for a slow mask, of which some grammars have seconds
+
+
 class MaskWorkers:
     """At most one call into a constraint at a time: the next is asked for only after the last one's answer
     was used.
@@ -47,7 +50,7 @@ def _next_mask(constraint: Constraint, token_id: int | None) -> Mask:
 
 
 def wait_for_masks(sequences: Iterable[Sequence], *, every: bool) -> None:
-    """Block until one (or `every` one) of the masks under way is there."""
+    """Until one (or `every` one) of the masks under way is there, or patience is over."""
     pending = [s.mask for s in sequences if s.mask is not None and not s.knows_mask]
     if pending:
-        wait(pending, return_when="ALL_COMPLETED" if every else FIRST_COMPLETED)
+        wait(pending, PATIENCE_S, return_when="ALL_COMPLETED" if every else FIRST_COMPLETED)

@@ -4,7 +4,7 @@ With `overlap`, step n+1 is scheduled and launched before step n is read: decode
 ("the id sampled last for this slot"), and the device never waits for the host. What a sequence computed
 beyond its end is thrown away when it is read. Sequences whose next row depends on the ids just sampled
 (penalties, constraints) cannot run ahead: when they are few beside the others they sit out every second step,
-else the loop reads before it launches.
+else the loop reads before it launches. One whose mask is not there in time sits out, too.
 """
 
 import heapq

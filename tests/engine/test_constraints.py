@@ -159,3 +159,22 @@ def test_few_penalised_streams_sit_out_steps_instead_of_stalling_many(harness, r
     assert {6, 7} <= set(rows)
     assert all(len(o.ids) >= 15 for o in others)
     h.run()
+
+
+@both
+def test_a_slow_mask_holds_nobody_else_up(harness, request_of, alone, overlap):
+    """Neither a sequence that runs nor one that comes while nothing else does."""
+    h = harness(overlap=overlap, max_sequences=4, n_pages=200)
+    gate = threading.Event()
+    slow = h.submit(request_of("slow", 5, 9, constraint=Counting(6, gate=gate, gate_at=2)))
+    requests = [request_of("first", 7, 8), request_of("second", 6, 5)]
+    for request in requests:
+        other = h.submit(request)
+        h.turn_until(lambda other=other: other.finish is not None, 200)
+        assert other.ids == alone(request, request.max_tokens)
+    assert len(slow.ids) == 2
+    gate.set()
+    h.run()
+    assert slow.ids == [100, 101, 102, 103, 104, 105]
+    h.loop.check_integrity()
+    h.loop.close()
