@@ -268,8 +268,10 @@ class Daemon:
         self._state.limits = Limits.of(self._config)
         vars(self._state.rules).update(vars(replace(_rules(self._config), refused=self._state.rules.refused)))
         logging.getLogger().setLevel(self._config.log_level.upper())
-        applied = ",".join(changes.live + changes.model)
-        log_event(logger, logging.INFO, "reloaded", applied=applied, needs_restart=",".join(changes.restart))
+        needs_restart = ",".join(changes.restart)
+        log_event(
+            logger, logging.INFO, "reloaded", applied=",".join(changes.live), needs_restart=needs_restart
+        )
         runtime = self._runtime
         if runtime is None:
             return
@@ -277,6 +279,8 @@ class Daemon:
         wanted = replace(self._config, **{name: getattr(new, name) for name in changes.model})
         if (is_new or changes.model) and await self._can_replace(runtime, wanted):
             self._config = wanted
+            why = "the model file has changed" if is_new else "options of the model have changed"
+            log_event(logger, logging.INFO, why, applied=",".join(changes.model))
             await self._replace_model(runtime, is_new)
 
     async def _can_replace(self, runtime: Runtime, wanted: Config) -> bool:
@@ -296,16 +300,14 @@ class Daemon:
 
         The same file is loaded over the same ground, where its pages may still be registered.
         """
-        why = "the model file has changed" if is_new else "options of the model have changed"
-        log_event(logger, logging.INFO, why)
         self._state.status = "loading"
+        self._ledger = Ledger(model=self._name)  # nothing says ready while the old model's requests finish
         await old.engine.drain(self._config.drain_timeout)
         self._state.backend = self._runtime = None
         await self._close_text()
         gc.unfreeze()
         keeps_ground = not is_new and bool(old.ground.sources)
         left = await asyncio.to_thread(old.leave_ground if keeps_ground else old.close)
-        self._ledger = Ledger(model=self._name)
         await self._bring_up(old.ground if left else None)
 
     # ---- going ---------------------------------------------------------------------------------------------

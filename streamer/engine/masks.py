@@ -6,7 +6,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from streamer.engine.request import Constraint
 from streamer.engine.sequence import Mask, Sequence
 
-
 PATIENCE_S = 0.02  # others wait no longer for a slow mask, of which some grammars have seconds
 
 

@@ -41,7 +41,7 @@ class Profile:
 
 
 PROFILES: dict[str, Profile] = {
-    "host": Profile(("f32",), 8, 256, overlap=False, state_snapshots=4, reserve_nbytes=64 << 20),
+    "host": Profile(("f32",), 8, 256, overlap=False, state_snapshots=4, reserve_nbytes=256 << 20),
     "cuda": Profile(
         ("f16", "bf16"),
         64,

@@ -291,6 +291,19 @@ def test_reload_loads_a_model_file_that_was_replaced(start, make_scripted, scrip
     assert daemon.stop() == 0
 
 
+def test_while_a_reload_waits_for_running_requests_nothing_says_ready(looping, tmp_path):
+    daemon = looping()
+    client = begin_stream(daemon, prompt=[8], max_tokens=100_000)
+    os.utime(tmp_path / "loop.gguf")  # another file, as far as anybody can tell
+    daemon.process.send_signal(signal.SIGHUP)
+    deadline = time.monotonic() + 20
+    while (ready := daemon.get("/readyz")).status == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert ready.json["status"] == "loading"
+    client.close()
+
+
 def test_reload_applies_the_models_options_by_another_load(start, make_scripted, scripted, tmp_path):
     """With kept registrations the file's pages stay registered, and are registered once."""
     model, config = make_scripted(tmp_path / "m.gguf", scripted.ids("ab")), tmp_path / "c.toml"
