@@ -14,6 +14,7 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from streamer.errors import SocketError
 
 MAX_PATH_BYTES = 107  # sockaddr_un.sun_path without its terminating zero
 BACKLOG = 1024
+LINGER_S = 0.3
 SO_PEERGROUPS = 59  # <asm-generic/socket.h>; not in the socket module
 
 
@@ -86,13 +88,21 @@ def _prepare_directory(parent: str) -> None:
 
 
 def _take_lock(path: str) -> int:
-    """Hold `path.lock` exclusively. A lock file unlinked between open and lock is tried anew."""
+    """Hold `path.lock` exclusively. A lock file unlinked between open and lock is tried anew.
+
+    A daemon that was killed while it was starting a helper leaves the lock to that one until it executes its
+    program: an owner is believed only after LINGER_S.
+    """
+    deadline = time.monotonic() + LINGER_S
     while True:
         descriptor = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
+            if time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
             raise SocketError(f"{path}: another ggufd serves on this socket") from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path + ".lock", follow_symlinks=False)):

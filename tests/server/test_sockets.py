@@ -1,5 +1,6 @@
 """Rules of the socket file (case 47 and its kind)."""
 
+import fcntl
 import os
 import socket
 import stat
@@ -179,3 +180,14 @@ def test_the_allow_list():
     assert is_allowed(stranger, (12345,), ())
     assert is_allowed(stranger, (), (200,))
     assert is_allowed(Peer(1, os.getuid(), frozenset()), (7,), ())
+
+
+def test_a_lock_that_is_given_up_in_a_moment_is_waited_for(tmp_path):
+    """A helper of a killed daemon holds it until it executes its program."""
+    path = str(tmp_path / "s")
+    descriptor = os.open(path + ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    timer = threading.Timer(0.1, os.close, (descriptor,))
+    timer.start()
+    bind_unix(path).close()
+    timer.join()
