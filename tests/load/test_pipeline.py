@@ -1,6 +1,7 @@
 """The pipeline as a whole on the host device: invariants 1, 3, 4, 5, 8, overlap, back-pressure, bad files."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import time
@@ -353,7 +354,7 @@ def test_a_file_replaced_by_rename_is_loaded_as_it_was(tmp_path) -> None:
     class Renaming(Ledger):
         def completed(self, weight: int, nbytes: int) -> None:
             super().completed(weight, nbytes)
-            if new.exists():
+            with contextlib.suppress(FileNotFoundError):  # one of the workers is the first
                 new.rename(model.path)
 
     device = HostDevice()
