@@ -71,7 +71,7 @@ def _metrics(daemon: Daemon) -> dict[str, float]:
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
-def judge(samples: Sequence[Sample], slack: int = 2) -> list[str]:
+def judge(samples: Sequence[Sample], slack: int = 2, memory_slack_mib: float = MEMORY_SLACK_MIB) -> list[str]:
     """What was not flat, in words; empty when all was. The first quarter is for warming up.
 
     `slack`: descriptors and threads more than then; pools come to their size with use.
@@ -81,7 +81,7 @@ def judge(samples: Sequence[Sample], slack: int = 2) -> list[str]:
     early = max(s.memory_mib for s in samples[quarter : 2 * quarter] or samples[:1])
     late = max(s.memory_mib for s in samples[-quarter:])
     checks = (
-        ("memory grew", late - early > MEMORY_SLACK_MIB, f"{early:.0f} -> {late:.0f} MiB"),
+        ("memory grew", late - early > memory_slack_mib, f"{early:.0f} -> {late:.0f} MiB"),
         ("descriptors leak", last.descriptors > begin.descriptors + slack, f"{begin} -> {last}"),
         ("threads leak", last.threads > begin.threads + slack, f"{begin} -> {last}"),
         ("pages leak", any(s.pages_used for s in samples), f"{[s.pages_used for s in samples]}"),
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 soak.close()
             stop_s = daemon.stop()
             code = daemon.process.returncode
-    wrong = judge(soak.samples, options.slack) + soak.tally.unexpected
+    wrong = judge(soak.samples, options.slack, options.memory_slack) + soak.tally.unexpected
     if code != 0:
         wrong.append(f"the daemon ended with {code}")
     metrics = summary(soak, options.seconds, stop_s)
@@ -225,6 +225,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--reload-every", type=float, default=30.0)
     parser.add_argument(
         "--slack", type=int, default=2, help="more descriptors and threads that count as flat"
+    )
+    parser.add_argument(
+        "--memory-slack", type=float, default=MEMORY_SLACK_MIB, help="MiB more that count as flat"
     )
     parser.add_argument("--results", default=str(RESULTS))
     parser.add_argument("--no-record", dest="record", action="store_false")

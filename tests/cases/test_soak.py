@@ -11,7 +11,8 @@ TINY = Path(__file__).parents[1] / "data" / "tiny-llama.gguf"
 def test_a_short_soak_is_flat_and_leaves_its_record(tmp_path: Path, capsys) -> None:
     times = ["--seconds", "5", "--quiet-every", "1.2", "--reload-every", "1.7", "--clients", "3"]
     place = ["--model", str(TINY), "--device", "host", "--ctx", "128", "--results", str(tmp_path)]
-    code = main([*times, *place, "--slack", "10"])  # seconds are too short for pools to fill
+    slack = ["--slack", "10", "--memory-slack", "150"]  # seconds are too short for pools and arenas to fill
+    code = main([*times, *place, *slack])
     assert code == 0, capsys.readouterr().out
     (path,) = tmp_path.iterdir()
     record = json.loads(path.read_text())
