@@ -28,7 +28,19 @@ N_CTX, PAGE, N_VOCAB, N_PROMPT = 4096, 32, 128_256, 128
 QUANTILES = (10, 50, 90)
 
 
-class PackingExecutor:
+class StatelessExecutor:
+    """What an executor does beside steps, where there is nothing to do."""
+
+    def warm(self) -> None: ...
+    def prepare_more(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+    def copy_state(self, source_slot: int, target_slot: int) -> None: ...
+    def reset_state(self, slot: int) -> None: ...
+
+
+class PackingExecutor(StatelessExecutor):
     """Packs every step's tables; ids are 0, 1, 2, ... of the row."""
 
     def __init__(self, max_sequences: int, max_rows: int) -> None:
@@ -48,14 +60,6 @@ class PackingExecutor:
         zeros, nothing = np.zeros(n, np.float32), np.zeros((n, 0), np.float32)
         ids = np.arange(n, dtype=np.int32)
         return Answered(StepResult(ids, zeros, zeros, nothing.astype(np.int32), nothing, np.ones(n, bool)))
-
-    def warm(self) -> None: ...
-    def prepare_more(self) -> bool:
-        return False
-
-    def close(self) -> None: ...
-    def copy_state(self, source_slot: int, target_slot: int) -> None: ...
-    def reset_state(self, slot: int) -> None: ...
 
 
 @dataclass(frozen=True)

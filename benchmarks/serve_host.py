@@ -25,6 +25,7 @@ import numpy as np
 import uvloop
 from aiohttp import web
 from gguf_shapes import SHAPES, tokenizer_keys
+from host_step import StatelessExecutor
 from rich.console import Console
 
 from streamer.bench.record import read_commit, read_machine
@@ -49,21 +50,13 @@ SHAPE = SHAPES["llama8b"]
 N_CTX, PAGE = 4096, 16
 
 
-class WaitingDevice:
+class WaitingDevice(StatelessExecutor):
     """An executor whose steps take their time one after the other and give random ids."""
 
     def __init__(self, step_s: float, row_s: float, launch_s: float) -> None:
         self._step_s, self._row_s, self._launch_s = step_s, row_s, launch_s
         self._free_at_s = 0.0
         self._rng = np.random.default_rng(0)
-
-    def warm(self) -> None: ...
-    def prepare_more(self) -> bool:
-        return False
-
-    def close(self) -> None: ...
-    def copy_state(self, source_slot: int, target_slot: int) -> None: ...
-    def reset_state(self, slot: int) -> None: ...
 
     def step(self, batch: Batch, sampling: SamplingBatch) -> "WaitingStep":
         until_s = time.perf_counter() + self._launch_s

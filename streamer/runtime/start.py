@@ -6,7 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from streamer.cache.pages import PagePool
@@ -64,17 +65,6 @@ class Runtime:
         return True
 
 
-@dataclass
-class _Undo:
-    """What has been opened so far, to be closed in reverse when the start does not come to its end."""
-
-    closers: list[Callable[[], None]] = field(default_factory=list)
-
-    def run(self) -> None:
-        while self.closers:
-            self.closers.pop()()
-
-
 async def start_runtime(
     options: StartOptions,
     ledger: Ledger,
@@ -93,7 +83,7 @@ async def start_runtime(
     `advanced` is called from threads whenever warming has come a step further. Cancelled or failed,
     everything opened is closed before this returns.
     """
-    undo = _Undo()
+    undo = ExitStack()  # what has been opened so far
     stop = threading.Event()
     threads = ThreadPoolExecutor(4, thread_name_prefix="start")
     try:
@@ -103,7 +93,7 @@ async def start_runtime(
     except BaseException as error:
         stop.set()
         ledger.fail(error)
-        await uncancelled(threads, undo.run)
+        await uncancelled(threads, undo.close)
         raise
     finally:
         threads.shutdown(wait=False)
@@ -113,7 +103,7 @@ async def _start(
     options: StartOptions,
     ledger: Ledger,
     ground: Ground | None,
-    undo: _Undo,
+    undo: ExitStack,
     stop: threading.Event,
     threads: ThreadPoolExecutor,
     on_directory: OnDirectory | None,
@@ -123,19 +113,19 @@ async def _start(
 ) -> Runtime:
     tracer: Tracer = RecordingTracer() if options.trace else NULL_TRACER
     if ground is not None:
-        undo.closers.append(ground.close)
+        undo.callback(ground.close)
         ground.device.enter_loading()
         directory, architecture = await read_header(options, threads, on_directory)
     else:
         ground, directory, architecture = await break_ground(options, threads, on_directory)
-        undo.closers.append(ground.close)
+        undo.callback(ground.close)
     device, transfer = ground.device, ground.transfer
     capabilities = device.capabilities
     ledger.describe(device=device_name(device))
     ledger.describe(transfer="host" if capabilities.kind == "host" else transfer.name)
     ledger.enter(Phase.PLAN)
     pinning = threads.submit(transfer.prepare)  # beside planning and compiling
-    undo.closers.append(lambda: _ended(pinning))
+    undo.callback(lambda: _ended(pinning))
     model = await in_thread(threads, lambda: _plan(options, ground, directory, architecture))
     for note in model.notes:
         logger.info(note)
@@ -143,7 +133,7 @@ async def _start(
     preparation = None
     if prepare := PREPARATIONS.get(capabilities.kind):
         preparation = await in_thread(threads, lambda: prepare(device, model, options.cache_directory))
-        undo.closers.append(preparation.close)
+        undo.callback(preparation.close)
     await asyncio.wrap_future(pinning)
     weights = await load(
         model.plan,
@@ -156,11 +146,11 @@ async def _start(
         finisher=preparation.finisher if preparation is not None else None,
         sources=ground.sources or None,
     )
-    undo.closers.append(weights.close)
+    undo.callback(weights.close)
     ledger.enter(Phase.WARM)
     starting = Start(device, model, weights, options.blas_threads, advanced, stop, preparation)
     bound = await stoppable(threads, stop, lambda: BINDERS[capabilities.kind](starting))
-    undo.closers.append(bound.close)
+    undo.callback(bound.close)
     if isinstance(tracer, RecordingTracer):
         await in_thread(threads, lambda: _write_trace(tracer, options.trace))
     device.enter_serving()
